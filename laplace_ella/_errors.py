@@ -1,0 +1,17 @@
+"""Exceptions and warnings of the package, each with the remedy in its message."""
+
+from __future__ import annotations
+
+__all__ = ["NotFittedError", "NumericalWarning", "RankWarning"]
+
+
+class NotFittedError(AttributeError, RuntimeError):
+    """A posterior was asked for before `fit()` or `load_state_dict()`."""
+
+
+class RankWarning(UserWarning):
+    """The sampled gradients span fewer directions than were asked for."""
+
+
+class NumericalWarning(UserWarning):
+    """A matrix was regularised to be factorised; the message has the amount."""

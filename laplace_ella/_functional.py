@@ -1,0 +1,74 @@
+"""The user's model as a pure function of the parameters that Laplace treats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+__all__ = ["ModelFunction", "unwrap"]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module below `torch.compile` and `DataParallel` wrappers.
+
+    Their parameters are the wrapped module's own; function transforms need the
+    module itself.
+    """
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod
+        else:
+            return model
+
+
+class ModelFunction:
+    """f(params, x): the model with chosen parameters replaced, all others constant.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    names : sequence of str
+        names of the P parameters in `model.named_parameters()`, in their order
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.model = model
+        self.names = tuple(names)
+
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """The current values, detached; they share memory with the model."""
+        named = dict(self.model.named_parameters())
+        return tuple(named[name].detach() for name in self.names)
+
+    def shapes(self) -> list[torch.Size]:
+        named = dict(self.model.named_parameters())
+        return [named[name].shape for name in self.names]
+
+    def numels(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes()]
+
+    def split(self, vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of `(..., P)` vectors as parameters `(..., *shape)`."""
+        pieces = vectors.split(self.numels(), dim=-1)
+        return tuple(
+            piece.reshape(*vectors.shape[:-1], *shape)
+            for piece, shape in zip(pieces, self.shapes(), strict=True)
+        )
+
+    def __call__(
+        self, params: Sequence[torch.Tensor], x: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        chosen = dict(zip(self.names, params, strict=True))
+        # Detached, so that no graph is built through the layers below them.
+        others = {
+            name: p.detach()
+            for name, p in self.model.named_parameters()
+            if name not in chosen
+        }
+        return functional_call(self.model, {**others, **chosen}, (x,), kwargs)

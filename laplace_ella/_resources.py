@@ -1,0 +1,127 @@
+"""Time and memory: what is free, what a block of code took."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+__all__ = ["Stopwatch", "available_memory", "human_bytes"]
+
+#: Seconds between two readings of the resident set size.
+SAMPLING_INTERVAL = 0.005
+
+
+def human_bytes(n: float) -> str:
+    """Bytes in decimal units, as sold: `7.1 TB`, `16.0 GB`, `812 kB`."""
+    for unit, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if n >= scale:
+            return f"{n / scale:.1f} {unit}"
+    return f"{n / 1e3:.0f} kB"
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on `device`; None where nobody tells.
+
+    On the CPU the smaller of the machine's available memory and what the control
+    group of the process (a container's limit) leaves.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    candidates = [
+        value for value in (_meminfo_available(), _cgroup_free()) if value is not None
+    ]
+    if not candidates and hasattr(os, "sysconf"):
+        try:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (ValueError, OSError):
+            return None
+    return min(candidates, default=None)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_free() -> int | None:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(0, int(limit) - used)
+
+
+def _resident_bytes() -> int | None:
+    """Resident set size of this process, on Linux; None elsewhere."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Stopwatch:
+    """Wall-clock seconds and peak memory of a block.
+
+    On CUDA the peak is the allocator's own (`torch.cuda.max_memory_allocated`), above
+    what was allocated at the start. On the CPU a thread samples the resident set size
+    every 5 ms and reports its growth: memory that the allocator had kept from before
+    and uses again does not count, and a shorter spike can be missed. `peak_bytes` is
+    None where the system reports neither (macOS and Windows without CUDA).
+
+    >>> with Stopwatch(torch.device("cpu")) as watch:
+    ...     _ = torch.ones(8).sum()
+    >>> watch.seconds < 60
+    True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds = 0.0
+        self.peak_bytes: int | None = None
+
+    def __enter__(self) -> Stopwatch:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        else:
+            self._before = self._peak = _resident_bytes()
+            self._done = threading.Event()
+            self._thread = threading.Thread(target=self._sample, daemon=True)
+            if self._before is not None:
+                self._thread.start()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device)
+            self.seconds = time.perf_counter() - self._start
+            self.peak_bytes = peak - self._before
+            return
+        self.seconds = time.perf_counter() - self._start
+        if self._before is not None:
+            self._done.set()
+            self._thread.join()
+            self._peak = max(self._peak, _resident_bytes() or 0)
+            self.peak_bytes = self._peak - self._before
+
+    def _sample(self) -> None:
+        while not self._done.wait(SAMPLING_INTERVAL):
+            self._peak = max(self._peak, _resident_bytes() or 0)

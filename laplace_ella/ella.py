@@ -1,0 +1,1082 @@
+"""`ELLALaplace`: the Nyström-NTK member of the Laplace family.
+
+The classes here only wire: sampling, gradients, features, algebra and links are the
+pure functions of the other modules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+import torchmetrics
+from laplace.baselaplace import BaseLaplace, ParametricLaplace
+from laplace.utils import FeatureExtractor
+from laplace.utils.enums import (
+    Likelihood,
+    LinkApprox,
+    PredType,
+    PriorStructure,
+    TuningMethod,
+)
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from laplace_ella import _sampling, likelihood, lowrank, predictive, tuning
+from laplace_ella._batch import batch_size, has_values, split_batch, to_device
+from laplace_ella._errors import NotFittedError
+from laplace_ella._fingerprint import differences, fingerprint
+from laplace_ella._functional import ModelFunction, unwrap
+from laplace_ella._preserve import evaluation_mode, random_states
+from laplace_ella.features import FeatureMode
+from laplace_ella.linearize import Linearizer
+from laplace_ella.nystrom import NystromBasis, basis_from_rows
+from laplace_ella.rows import RowMode, row_dtype
+
+__all__ = ["ELLALLLaplace", "ELLALaplace"]
+
+
+class ELLALaplace(ParametricLaplace):
+    """Linearised Laplace with a Nyström approximation of the neural tangent kernel.
+
+    ELLA (Deng, Zhou and Zhu, NeurIPS 2022) takes K directions V of parameter space,
+    the top right singular vectors of M sampled gradients, and is a Laplace posterior
+    on θ = θ̂ + Vz: z ~ N(0, G⁻¹), with the K×K precision G = Σ φᵀΛφ/(σ²T) + VᵀDV and
+    the features φ(x) = J(x)V. Neither the Jacobian J nor any P×P matrix is formed.
+
+    Predictions, samples, evidence and tuning have Laplace's interface and shapes; what
+    Laplace gives as P×P (`H`, `posterior_precision`, `posterior_covariance`) is K×K
+    here, in the coordinates z, and float64.
+
+    Parameters
+    ----------
+    model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, \
+enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kwargs
+        as for every `laplace.ParametricLaplace`
+    subsample_size : int, default=2000
+        M, the number of gradients from which the directions are computed; every
+        (example, output) pair is used once if there are fewer
+    n_eigenvalues : int, default=20
+        K, the number of directions
+    seed : int, default=1234
+        of the sampled pairs and of Monte-Carlo predictions without a generator; torch's
+        global random state is neither read nor changed
+    balanced : bool, default=False
+        draw the classes evenly
+    feature_mode : FeatureMode or str, default="auto"
+        direction of differentiation, see `FeatureMode`
+    row_mode : RowMode or str, default="auto"
+        how sampled gradients are taken, see `RowMode`
+    chunk_size : int, optional
+        examples that are differentiated at once; chosen automatically
+
+    Attributes
+    ----------
+    basis : NystromBasis
+        the directions and their spectrum, after `fit`
+    H : torch.Tensor
+        projected curvature Σ φᵀΛφ `(K, K)`, without noise and temperature
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Sequential(
+    ...     torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
+    ... )
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=10)
+    >>> la.fit(DataLoader(data, batch_size=25))
+    >>> la(torch.randn(4, 2), link_approx="mc", n_samples=512).shape
+    torch.Size([4, 3])
+    """
+
+    # key to map to correct subclass of BaseLaplace, (subset of weights, Hessian structure)
+    _key = ("all", "nystrom")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | torch.Tensor = 1.0,
+        prior_precision: float | torch.Tensor = 1.0,
+        prior_mean: float | torch.Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type | None = None,
+        backend_kwargs: dict[str, Any] | None = None,
+        asdl_fisher_kwargs: dict[str, Any] | None = None,
+        *,
+        subsample_size: int = 2000,
+        n_eigenvalues: int = 20,
+        seed: int = 1234,
+        balanced: bool = False,
+        feature_mode: FeatureMode | str = FeatureMode.AUTO,
+        row_mode: RowMode | str = RowMode.AUTO,
+        chunk_size: int | None = None,
+    ) -> None:
+        self.subsample_size = _positive_int("subsample_size", subsample_size)
+        self.n_eigenvalues = _positive_int("n_eigenvalues", n_eigenvalues)
+        if chunk_size is not None:
+            _positive_int("chunk_size", chunk_size)
+        self.seed = seed
+        self.balanced = balanced
+        self.basis: NystromBasis | None = None
+        self._layer_grams: torch.Tensor | None = None
+        self._stream: torch.Generator | None = None
+        names = self._laplace_parameters(model)
+        super().__init__(
+            model,
+            likelihood,
+            sigma_noise,
+            prior_precision,
+            prior_mean,
+            temperature,
+            enable_backprop,
+            dict_key_x,
+            dict_key_y,
+            backend,
+            backend_kwargs,
+            asdl_fisher_kwargs,
+        )
+        self._linearizer = Linearizer(
+            ModelFunction(unwrap(model), names),
+            dict_key_x,
+            feature_mode,
+            row_mode,
+            chunk_size,
+        )
+
+    @staticmethod
+    def _laplace_parameters(model: nn.Module) -> list[str]:
+        """Names of the parameters that get a posterior: all that require gradients."""
+        named = list(unwrap(model).named_parameters())
+        names = [name for name, p in named if p.requires_grad]
+        if not names:
+            raise ValueError(
+                "The model has no trainable parameter: expected at least one with "
+                f"requires_grad=True, got {len(named)} parameters without. Call "
+                "requires_grad_(True) on the layers that should be uncertain."
+            )
+        return names
+
+    # Settings of the base class that must invalidate or check more here
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Dtype of results and hyperparameters: the model's, float32 at least."""
+        dtype = next(self.model.parameters()).dtype
+        return torch.promote_types(dtype, torch.float32)
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the likelihood; setting it changes the posterior at once."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, temperature: float) -> None:
+        if not (isinstance(temperature, torch.Tensor) or temperature > 0):
+            raise ValueError(
+                f"temperature must be positive, got {temperature}. Use a small positive "
+                "value for a concentrated posterior."
+            )
+        self._temperature = temperature
+        self._posterior_scale = None
+
+    @property
+    def prior_precision(self) -> torch.Tensor:
+        """Prior precision: scalar `(1,)`, layerwise `(L,)` or diagonal `(P,)`."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, prior_precision: float | torch.Tensor) -> None:
+        _check_positive("prior_precision", prior_precision)
+        BaseLaplace.prior_precision.fset(self, prior_precision)
+
+    @property
+    def sigma_noise(self) -> torch.Tensor:
+        """Standard deviation of the observation noise, for regression."""
+        return self._sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, sigma_noise: float | torch.Tensor) -> None:
+        _check_positive("sigma_noise", sigma_noise)
+        BaseLaplace.sigma_noise.fset(self, sigma_noise)
+
+    # Fitting
+
+    def _init_H(self) -> None:
+        self.H = torch.zeros(
+            self.n_eigenvalues,
+            self.n_eigenvalues,
+            device=self._device,
+            dtype=torch.float64,
+        )
+
+    @property
+    def rank(self) -> int:
+        """K as it came out: n_eigenvalues, or the usable rank if that is lower."""
+        self._check_fitted()
+        return self.basis.rank
+
+    def _check_fitted(self) -> None:
+        if self.basis is None:
+            raise NotFittedError(
+                f"This {type(self).__name__} is not fitted: call fit(train_loader) or "
+                "load_state_dict() first."
+            )
+
+    _check_H_init = _check_fitted
+
+    def fit(
+        self,
+        train_loader: DataLoader,
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        balanced: bool | None = None,
+    ) -> None:
+        """Fit the posterior: sample the basis, then add up the curvature.
+
+        Parameters
+        ----------
+        train_loader : torch.utils.data.DataLoader
+            batches `(X, y)` or mappings, over a data set with indices
+        override : bool, default=True
+            False keeps the basis and what was added up so far, and adds this data
+        progress_bar : bool, default=False
+        balanced : bool, optional
+            whether to draw the classes evenly; default as given to the constructor
+        """
+        _sampling.check_loader(train_loader)
+        balanced = self.balanced if balanced is None else balanced
+        if balanced and likelihood.is_regression(self.likelihood):
+            raise ValueError(
+                "balanced=True draws classes evenly and is for classification; this "
+                "likelihood is regression. Use balanced=False."
+            )
+        keep = not override and self.basis is not None
+        with self._undisturbed(train_loader):
+            # Nothing is assigned before the end: a failed fit loses nothing.
+            basis = self.basis
+            if not keep:
+                basis = self._sample_basis(train_loader, balanced, progress_bar)
+            H, loss, n_data, n_outputs = self._add_up(
+                train_loader, basis, progress_bar
+            )
+        if keep:
+            H, loss, n_data = self.H + H, self.loss + loss, self.n_data + n_data
+        else:
+            self._set_basis(basis)
+        self.H, self.loss, self.n_data, self.n_outputs = H, loss, n_data, n_outputs
+        self.mean = parameters_to_vector(self._linearizer.fn.parameters())
+        self._posterior_scale = None
+
+    def _set_basis(self, basis: NystromBasis) -> None:
+        self.basis = basis
+        self._layer_grams = None
+        self._posterior_scale = None
+
+    @contextmanager
+    def _undisturbed(self, *loaders: Any) -> Iterator[None]:
+        """Eval mode, no graph, and everything of the user's restored on exit."""
+        with (
+            evaluation_mode(self.model),
+            random_states(self._device, *loaders),
+            torch.set_grad_enabled(self.enable_backprop and not loaders),
+        ):
+            yield
+
+    def _batches(
+        self, loader: Any, description: str, progress_bar: bool
+    ) -> Iterator[tuple[Any, torch.Tensor]]:
+        bar = tqdm(loader, desc=description, disable=not progress_bar)
+        for batch in bar:
+            x, y = split_batch(batch, self.dict_key_y)
+            yield to_device(x, self._device), y
+
+    def _sample_basis(
+        self, loader: Any, balanced: bool, progress_bar: bool
+    ) -> NystromBasis:
+        """Draw M pairs (x, i), take their gradients and compute the directions."""
+        indices = _sampling.eligible_indices(loader)
+        n_outputs = self._count_outputs(loader, indices)
+        labels = None
+        if balanced:
+            labels = _sampling.read_labels(loader.dataset, indices, self.dict_key_y)
+        examples, outputs = _sampling.draw_pairs(
+            len(indices),
+            n_outputs,
+            self.subsample_size,
+            np.random.default_rng(self.seed),
+            labels,
+        )
+        used, where = np.unique(examples, return_inverse=True)
+        rows = torch.empty(
+            len(examples),
+            self.n_params,
+            dtype=row_dtype(self._linearizer.fn),
+            device=self._device,
+        )
+        seen, filled = 0, 0
+        finite = []
+        sampled = _sampling.subset(loader, indices[used])
+        for x, _ in self._batches(sampled, "[Sampling gradients]", progress_bar):
+            size = batch_size(x, self.dict_key_x)
+            mine = np.flatnonzero((where >= seen) & (where < seen + size))
+            batch_rows = self._linearizer.rows(
+                x,
+                torch.as_tensor(where[mine] - seen, device=self._device),
+                torch.as_tensor(outputs[mine], device=self._device),
+            )
+            finite.append(torch.isfinite(batch_rows).all())
+            rows[filled : filled + len(mine)] = batch_rows
+            seen, filled = seen + size, filled + len(mine)
+        if filled != len(rows):
+            raise ValueError(
+                f"The collate function returned {seen} examples for {len(used)} "
+                "indices; ELLA needs one example an index."
+            )
+        _check_finite(finite, "gradients", "while sampling the basis")
+        return basis_from_rows(rows, self.n_eigenvalues)
+
+    def _count_outputs(self, loader: Any, indices: np.ndarray) -> int:
+        """C, from the output for one example, which also surfaces model errors."""
+        for x, _ in self._batches(_sampling.subset(loader, indices[:1]), "", False):
+            f = self.model(x)
+        likelihood.check_outputs(f)
+        return f.shape[-1]
+
+    def _add_up(
+        self, loader: Any, basis: NystromBasis, progress_bar: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """H, loss and the number of data and outputs, from one pass over the data."""
+        H = torch.zeros(
+            basis.rank, basis.rank, dtype=torch.float64, device=self._device
+        )
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        n_data, n_outputs, finite = 0, 0, []
+        for x, y in self._batches(loader, "[Computing Hessian]", progress_bar):
+            f, phi = self._linearize(x, basis)
+            y = likelihood.check_targets(f, y, self.likelihood)
+            likelihood.check_classes(f, y)
+            loss = loss + likelihood.loss(f, y.to(self._device), self.likelihood)
+            H = H + likelihood.curvature(f, phi, self.likelihood)
+            finite.append(torch.isfinite(f).all() & torch.isfinite(phi).all())
+            n_data, n_outputs = n_data + len(f), f.shape[-1]
+        if n_data == 0:
+            raise ValueError(
+                "The loader yielded no batch; ELLA needs at least one example."
+            )
+        _check_finite(finite, "outputs or derivatives", "of the training data")
+        return H, loss.to(self._dtype), n_data, n_outputs
+
+    def _linearize(
+        self, x: Any, basis: NystromBasis, create_graph: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs (B, C) and features (B, C, K) of inputs on the device."""
+        linearizer = self._linearizer
+        if linearizer.feature_mode is None:
+            with torch.no_grad():
+                f = self.model(x)
+                likelihood.check_outputs(f)
+                linearizer.choose_feature_mode(x, f, basis.directions)
+        f, phi = linearizer.features(x, basis.directions, create_graph)
+        return f.to(self._dtype), phi.to(self._dtype)
+
+    # Posterior over the coordinates z
+
+    def _prior_on_subspace(self) -> torch.Tensor:
+        """VᵀDV (K, K); the products of a layerwise prior are kept."""
+        prior, numels = self.prior_precision, self._linearizer.fn.numels()
+        if prior.numel() == len(numels) > 1 and prior.numel() != self.n_params:
+            if self._layer_grams is None:
+                self._layer_grams = lowrank.layer_grams(self.basis.directions, numels)
+            return torch.einsum("l,lij->ij", prior.double(), self._layer_grams)
+        return lowrank.project_prior(self.basis.directions, prior)
+
+    @property
+    def posterior_precision(self) -> torch.Tensor:
+        """G = H/(σ²T) + VᵀDV `(K, K)`, the precision of z in θ = θ̂ + Vz, float64."""
+        self._check_fitted()
+        return self._H_factor.double() * self.H + self._prior_on_subspace()
+
+    @property
+    def posterior_scale(self) -> torch.Tensor:
+        """S `(K, K)` with SSᵀ = G⁻¹, float64; kept until a hyperparameter changes."""
+        if self._posterior_scale is None:
+            with torch.no_grad():
+                self._posterior_scale = lowrank.inverse_root(self.posterior_precision)
+        return self._posterior_scale
+
+    @property
+    def posterior_covariance(self) -> torch.Tensor:
+        """G⁻¹ `(K, K)`, the covariance of z; in weight space VG⁻¹Vᵀ."""
+        self._check_fitted()
+        return self.posterior_scale @ self.posterior_scale.T
+
+    @property
+    def _H_factor(self) -> torch.Tensor:
+        return 1 / self.sigma_noise.square() / self.temperature
+
+    @property
+    def log_det_prior_precision(self) -> torch.Tensor:
+        """log det VᵀDV: the prior precision on the subspace."""
+        self._check_fitted()
+        return lowrank.log_det(self._prior_on_subspace()).to(self._dtype)
+
+    @property
+    def log_det_posterior_precision(self) -> torch.Tensor:
+        """log det G."""
+        return lowrank.log_det(self.posterior_precision).to(self._dtype)
+
+    @property
+    def log_det_ratio(self) -> torch.Tensor:
+        """log det G − log det VᵀDV."""
+        self._check_fitted()
+        posterior = lowrank.log_det(self.posterior_precision)
+        prior = lowrank.log_det(self._prior_on_subspace())
+        return (posterior - prior).to(self._dtype)
+
+    @property
+    def scatter(self) -> torch.Tensor:
+        """(θ̂ − μ₀)ᵀD(θ̂ − μ₀), over all P parameters."""
+        delta = (self.mean - self.prior_mean).double()
+        return ((delta * self.prior_precision_diag) @ delta).to(self._dtype)
+
+    def square_norm(self, value: torch.Tensor) -> torch.Tensor:
+        """ΔᵀVGVᵀΔ for Δ = value − θ̂ `(P,)`: the part of Δ within the subspace."""
+        self._check_fitted()
+        delta = (value - self.mean).to(self.basis.directions.dtype)
+        z = (self.basis.directions @ delta).double()
+        return (z @ self.posterior_precision @ z).to(self._dtype)
+
+    def log_prob(self, value: torch.Tensor, normalized: bool = True) -> torch.Tensor:
+        """Log density of the coordinates z = Vᵀ(value − θ̂) on the K-dim subspace."""
+        log_prob = -self.square_norm(value) / 2
+        if normalized:
+            constant = self.log_det_posterior_precision
+            log_prob = log_prob + (constant - self.rank * math.log(2 * math.pi)) / 2
+        return log_prob
+
+    def log_marginal_likelihood(
+        self,
+        prior_precision: torch.Tensor | None = None,
+        sigma_noise: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Evidence log p(D|θ̂) − ½[log det G − log det VᵀDV] − ½ scatter.
+
+        Differentiable in `prior_precision` and `sigma_noise`; passing one sets it.
+        """
+        self._check_fitted()
+        return super().log_marginal_likelihood(prior_precision, sigma_noise)
+
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        """Weights θ̂ + V G^{-1/2} ε `(n_samples, P)`."""
+        self._check_fitted()
+        self._check_generator(generator)
+        z = self._sample_coordinates(n_samples, generator)
+        directions = self.basis.directions.to(self._device, self._dtype)
+        return self.mean.to(self._dtype) + z @ directions
+
+    def _sample_coordinates(
+        self, n_samples: int, generator: torch.Generator | None
+    ) -> torch.Tensor:
+        """z ~ N(0, G⁻¹), `(n_samples, K)`."""
+        noise = torch.randn(
+            n_samples,
+            self.rank,
+            generator=generator or self._own_stream(),
+            dtype=self._dtype,
+            device=self._device,
+        )
+        return noise @ self.posterior_scale.T.to(self._dtype)
+
+    def _own_stream(self) -> torch.Generator | None:
+        """Generator of samples without one: goes on from call to call."""
+        if self._stream is None:
+            self._stream = self._fresh_generator()
+        return self._stream
+
+    def _fresh_generator(self) -> torch.Generator | None:
+        """A generator on the model's device, made from `seed`."""
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            return None  # fake tensors: there is no device to draw on
+        return torch.Generator(self._device).manual_seed(self.seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stream": None}  # generators do not move devices
+
+    # Predictive
+
+    def features(
+        self, x: torch.Tensor | MutableMapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs f_mu `(B, C)` and features φ = J(x)V `(B, C, K)`."""
+        self._check_fitted()
+        with self._undisturbed():
+            return self._linearize(
+                to_device(x, self._device), self.basis, self.enable_backprop
+            )
+
+    def _factor(self, phi: torch.Tensor) -> torch.Tensor:
+        """A = φS `(B, C, K)`, so that f_var = AAᵀ = φG⁻¹φᵀ."""
+        return phi @ self.posterior_scale.to(phi.dtype)
+
+    def __call__(
+        self,
+        x: torch.Tensor | MutableMapping[str, Any],
+        pred_type: PredType | str = PredType.GLM,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Posterior predictive on inputs x.
+
+        Parameters
+        ----------
+        x : torch.Tensor or MutableMapping
+            B inputs
+        pred_type : {'glm', 'nn', 'gp'}, default='glm'
+            linearised predictive ('gp' is the same) or sampled weights
+        joint : bool, default=False
+            regression: one covariance over all B·C values
+        link_approx : {'mc', 'probit', 'bridge', 'bridge_norm'}, default='probit'
+            classification: link of the linearised predictive; only 'mc' for 'nn'
+        n_samples : int, default=100
+            samples for 'mc' and 'nn'
+        diagonal_output : bool, default=False
+            treat the outputs as independent
+        generator : torch.Generator, optional
+            source of the samples; without it they are made from `seed`, the same at
+            every call
+        fitting : bool, default=False
+            reward modelling: predict as a classifier of pairs
+
+        Returns
+        -------
+        probabilities `(B, C)`, or for regression the mean `(B, C)` and the covariance
+        `(B, C, C)`; `(B·C,)` and `(B·C, B·C)` if joint; variances `(B, C)` if
+        `diagonal_output` or `pred_type='nn'`
+        """
+        pred_type = _member(PredType, "pred_type", pred_type)
+        link_approx = _member(LinkApprox, "link_approx", link_approx)
+        if pred_type == PredType.NN and link_approx != LinkApprox.MC:
+            raise ValueError(
+                "pred_type='nn' samples weights, so it needs link_approx='mc', got "
+                f"link_approx={link_approx.value!r}."
+            )
+        _positive_int("n_samples", n_samples)
+        self._check_fitted()
+        self._check_generator(generator)
+        generator = generator or self._fresh_generator()
+        regression = likelihood.is_regression(self.likelihood) or (
+            self.likelihood == Likelihood.REWARD_MODELING and not fitting
+        )
+        if pred_type == PredType.NN:
+            samples = self._nn_functional_samples(
+                x, n_samples, generator, **model_kwargs
+            )
+            if regression:
+                return samples.mean(0), samples.var(0)
+            return samples.softmax(-1).mean(0)
+        f_mu, phi = self.features(x)
+        return self.predict_from_features(
+            f_mu,
+            phi,
+            joint=joint,
+            link_approx=link_approx,
+            n_samples=n_samples,
+            diagonal_output=diagonal_output,
+            generator=generator,
+            regression=regression,
+        )
+
+    def predict_from_features(
+        self,
+        f_mu: torch.Tensor,
+        phi: torch.Tensor,
+        *,
+        joint: bool = False,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        regression: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """What `la(x)` gives, from outputs `(B, C)` and features `(B, C, K)` of x.
+
+        Features do not depend on prior, noise, temperature or link: keep them and try
+        all of these at the cost of K×K algebra.
+        """
+        self._check_fitted()
+        if regression is None:
+            regression = likelihood.is_regression(self.likelihood)
+        A = self._factor(phi)
+        if regression:
+            if joint:
+                return f_mu.flatten(), predictive.covariance(A, joint=True)
+            if diagonal_output:
+                return f_mu, predictive.variance(A)
+            return f_mu, predictive.covariance(A)
+        return predictive.class_probabilities(
+            f_mu,
+            A,
+            link_approx,
+            n_samples,
+            diagonal_output,
+            generator or self._fresh_generator(),
+        )
+
+    def functional_samples(
+        self,
+        x: torch.Tensor | MutableMapping[str, Any],
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+    ) -> torch.Tensor:
+        """Samples of the function values `(n_samples, B, C)`.
+
+        With `joint=True` each sample is one function seen at all inputs, as Thompson
+        sampling needs; otherwise the inputs are sampled independently, as in Laplace.
+        Samples of weights (`pred_type='nn'`) are always joint.
+        """
+        pred_type = _member(PredType, "pred_type", pred_type)
+        self._check_fitted()
+        self._check_generator(generator)
+        _positive_int("n_samples", n_samples)
+        generator = generator or self._own_stream()
+        if pred_type == PredType.NN:
+            return self._nn_functional_samples(x, n_samples, generator)
+        f_mu, phi = self.features(x)
+        return predictive.draw(
+            f_mu, self._factor(phi), n_samples, generator, diagonal_output, joint
+        )
+
+    def predictive_samples(
+        self,
+        x: torch.Tensor | MutableMapping[str, Any],
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+    ) -> torch.Tensor:
+        """`functional_samples` behind the inverse link, `(n_samples, B, C)`."""
+        samples = self.functional_samples(
+            x, pred_type, n_samples, diagonal_output, generator, joint
+        )
+        if self.likelihood == Likelihood.CLASSIFICATION:
+            return samples.softmax(-1)
+        return samples
+
+    def _nn_functional_samples(
+        self,
+        X: torch.Tensor | MutableMapping[str, Any],
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        """Outputs of the network with sampled weights, which are never written to it."""
+        fn, x = self._linearizer.fn, to_device(X, self._device)
+        params = [p.dtype for p in fn.parameters()]
+        samples = []
+        with self._undisturbed():
+            for _ in range(n_samples):  # one by one: a sample is as large as the model
+                theta = fn.split(self.sample(1, generator)[0])
+                theta = [t.to(d) for t, d in zip(theta, params, strict=True)]
+                samples.append(fn(theta, x, **model_kwargs).to(self._dtype))
+        return torch.stack(samples)
+
+    def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
+        """Output covariance `(B, C, C)` for Jacobians `(B, C, P)`."""
+        self._check_fitted()
+        self._check_jacobians(Js)
+        return predictive.covariance(self._factor(Js @ self.basis.vectors.to(Js)))
+
+    def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
+        """Joint covariance `(B·C, B·C)` for Jacobians `(B, C, P)` or `(B·C, P)`."""
+        self._check_fitted()
+        Js = Js.unsqueeze(0) if Js.ndim == 2 else Js
+        self._check_jacobians(Js)
+        A = self._factor(Js @ self.basis.vectors.to(Js))
+        return predictive.covariance(A, joint=True)
+
+    def _glm_predictive_distribution(
+        self,
+        X: torch.Tensor | MutableMapping[str, Any],
+        joint: bool = False,
+        diagonal_output: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        f_mu, phi = self.features(X)
+        return self.predict_from_features(
+            f_mu, phi, joint=joint, diagonal_output=diagonal_output, regression=True
+        )
+
+    def _check_generator(self, generator: torch.Generator | None) -> None:
+        if generator is None:
+            return
+        if not isinstance(generator, torch.Generator):
+            raise ValueError(
+                f"generator must be a torch.Generator, got {type(generator).__name__}."
+            )
+        if generator.device.type != self._device.type:
+            raise ValueError(
+                f"The generator is on {generator.device}, the model on {self._device}. "
+                f"Use torch.Generator('{self._device}')."
+            )
+
+    # Tuning
+
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: TuningMethod | str = TuningMethod.MARGLIK,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | torch.Tensor = 1.0,
+        prior_structure: PriorStructure | str = PriorStructure.SCALAR,
+        val_loader: DataLoader | None = None,
+        loss: torchmetrics.Metric | Callable[..., torch.Tensor | float] | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+    ) -> None:
+        """Choose the prior precision by the evidence or on validation data.
+
+        The parameters are those of every Laplace class. Two things differ for
+        `method='gridsearch'`: the features of the validation data are computed once
+        for the whole grid, and the default loss of regression is the negative log
+        likelihood, because the mean of a linearised predictive, and so its square
+        error, does not depend on the prior.
+        """
+        self._check_fitted()
+        pred_type = _member(PredType, "pred_type", pred_type)
+        method = _member(TuningMethod, "method", method)
+        link_approx = _member(LinkApprox, "link_approx", link_approx)
+        prior_structure = _member(PriorStructure, "prior_structure", prior_structure)
+        before = self.prior_precision
+        try:
+            if method == TuningMethod.MARGLIK:
+                super().optimize_prior_precision(
+                    pred_type=pred_type,
+                    method=method,
+                    n_steps=n_steps,
+                    lr=lr,
+                    init_prior_prec=init_prior_prec,
+                    prior_structure=prior_structure,
+                    val_loader=val_loader,
+                    progress_bar=progress_bar,
+                )
+            else:
+                if val_loader is None:
+                    raise ValueError(
+                        "method='gridsearch' compares predictions on validation data: "
+                        "pass val_loader=, or use method='marglik'."
+                    )
+                grid = torch.logspace(
+                    log_prior_prec_min,
+                    log_prior_prec_max,
+                    grid_size,
+                    base=log_prior_prec_base,
+                )
+                self.prior_precision = tuning.grid_search(
+                    self,
+                    grid,
+                    val_loader,
+                    loss,
+                    pred_type,
+                    link_approx,
+                    n_samples,
+                    progress_bar,
+                )
+        except BaseException:
+            self.prior_precision = before
+            raise
+        if verbose:
+            print(f"Optimized prior precision is {self.prior_precision}.")
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain types: everything but the model, which is fingerprinted."""
+        self._check_fitted()
+        linearizer = self._linearizer
+        return {
+            "cls_name": type(self).__name__,
+            "likelihood": Likelihood(self.likelihood).value,
+            "fingerprint": fingerprint(unwrap(self.model)),
+            "parameter_names": list(linearizer.fn.names),
+            "H": self.H,
+            "loss": torch.as_tensor(self.loss).detach(),
+            "n_data": self.n_data,
+            "n_outputs": self.n_outputs,
+            "prior_mean": self.prior_mean,
+            "prior_precision": self.prior_precision.detach(),
+            "sigma_noise": self.sigma_noise.detach(),
+            "temperature": self.temperature,
+            "enable_backprop": self.enable_backprop,
+            "directions": self.basis.directions,
+            "eigenvalues": self.basis.eigenvalues,
+            "basis_n_samples": self.basis.n_samples,
+            "basis_trace": self.basis.trace,
+            "basis_method": self.basis.method,
+            "feature_mode": linearizer.feature_mode.value,
+            "row_mode": linearizer.row_mode.value if linearizer.row_mode else None,
+            "vectorized": linearizer._vectorized,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a fitted posterior of the same model, likelihood and class."""
+        self._check_state(state_dict)
+        to_here = {"device": self._device}
+        self._set_basis(
+            NystromBasis(
+                state_dict["directions"].to(**to_here),
+                state_dict["eigenvalues"].to(**to_here),
+                state_dict["basis_n_samples"],
+                state_dict["basis_trace"],
+                state_dict["basis_method"],
+            )
+        )
+        self.H = state_dict["H"].to(**to_here)
+        self.loss = state_dict["loss"].to(**to_here)
+        self.n_data = state_dict["n_data"]
+        self.n_outputs = state_dict["n_outputs"]
+        self.mean = parameters_to_vector(self._linearizer.fn.parameters())
+        self.prior_mean = state_dict["prior_mean"]
+        self.prior_precision = state_dict["prior_precision"]
+        self.sigma_noise = state_dict["sigma_noise"]
+        self.temperature = state_dict["temperature"]
+        self.enable_backprop = state_dict["enable_backprop"]
+        self.seed = state_dict["seed"]
+        linearizer = self._linearizer
+        linearizer.n_outputs = self.n_outputs
+        linearizer.feature_mode = FeatureMode(state_dict["feature_mode"])
+        linearizer.row_mode = (
+            RowMode(state_dict["row_mode"]) if state_dict["row_mode"] else None
+        )
+        linearizer._vectorized = state_dict["vectorized"]
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        name = type(self).__name__
+        if state_dict.get("cls_name") != name:
+            raise ValueError(
+                f"The checkpoint is of class {state_dict.get('cls_name')}, this is "
+                f"{name}. Build it with the same subset_of_weights and "
+                "hessian_structure."
+            )
+        ours = Likelihood(self.likelihood).value
+        if state_dict["likelihood"] != ours:
+            raise ValueError(
+                f"The checkpoint has likelihood {state_dict['likelihood']!r}, this "
+                f"object {ours!r}. Build it with the same likelihood."
+            )
+        different = differences(state_dict["fingerprint"], unwrap(self.model))
+        if different is not None:
+            raise ValueError(
+                f"The checkpoint belongs to another model: {different}. Load the "
+                "model's own weights before the posterior's."
+            )
+        if state_dict["parameter_names"] != list(self._linearizer.fn.names):
+            raise ValueError(
+                f"The checkpoint has {len(state_dict['parameter_names'])} uncertain "
+                f"parameters, this object {len(self._linearizer.fn.names)}. Set "
+                "requires_grad as it was when the posterior was fitted."
+            )
+
+
+class ELLALLLaplace(ELLALaplace):
+    """ELLA on the parameters of the last linear layer.
+
+    Parameters are those of `ELLALaplace` and of Laplace's last-layer classes. The body
+    of the network is run once and carries no tangents; the user's model is used as it
+    is, not copied.
+
+    Parameters
+    ----------
+    feature_reduction
+        accepted for compatibility; not needed, because the model itself, with whatever
+        reduction it does, is differentiated
+    last_layer_name : str, optional
+        name of the last layer; found by a forward pass at `fit` if None
+    """
+
+    # key to map to correct subclass of BaseLaplace, (subset of weights, Hessian structure)
+    _key = ("last_layer", "nystrom")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | torch.Tensor = 1.0,
+        prior_precision: float | torch.Tensor = 1.0,
+        prior_mean: float | torch.Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        feature_reduction: Any | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type | None = None,
+        last_layer_name: str | None = None,
+        backend_kwargs: dict[str, Any] | None = None,
+        asdl_fisher_kwargs: dict[str, Any] | None = None,
+        **nystrom_kwargs: Any,
+    ) -> None:
+        if asdl_fisher_kwargs is not None:
+            raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
+        super().__init__(
+            model,
+            likelihood,
+            sigma_noise,
+            1.0,
+            0.0,
+            temperature,
+            enable_backprop,
+            dict_key_x,
+            dict_key_y,
+            backend,
+            backend_kwargs,
+            **nystrom_kwargs,
+        )
+        self.feature_reduction = feature_reduction
+        self._last_layer_name = last_layer_name
+        self.last_layer_name = last_layer_name
+        self._asked_prior = (prior_precision, prior_mean)
+        if last_layer_name is not None:
+            self._set_last_layer(last_layer_name)
+        else:  # like Laplace: known at fit, checked then
+            self.n_params = self.n_layers = None
+            self._prior_precision = prior_precision
+            self._prior_mean = prior_mean
+
+    @staticmethod
+    def _laplace_parameters(model: nn.Module) -> list[str]:
+        # All for now; the last layer's are known once it is found.
+        return [name for name, _ in unwrap(model).named_parameters()]
+
+    def _set_last_layer(self, name: str) -> None:
+        """Restrict the posterior to the parameters of one linear layer."""
+        model = unwrap(self.model)
+        layer = dict(model.named_modules()).get(name)
+        if not isinstance(layer, nn.Linear):
+            linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+            raise ValueError(
+                f"last_layer_name={name!r} must name a torch.nn.Linear, got "
+                f"{type(layer).__name__}; the linear layers are {linear}."
+            )
+        # By identity: a tied parameter is listed under another module's name.
+        own = {id(p) for p in layer.parameters()}
+        names = [n for n, p in model.named_parameters() if id(p) in own]
+        self.last_layer_name = name
+        self._linearizer.fn = ModelFunction(model, names)
+        self.params = [p for p in model.parameters() if id(p) in own]
+        self.n_params = sum(p.numel() for p in self.params)
+        self.n_layers = len(self.params)
+        self.prior_precision, self.prior_mean = self._asked_prior
+        self.mean = self.prior_mean
+
+    def fit(
+        self,
+        train_loader: DataLoader,
+        override: bool = True,
+        progress_bar: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if self.last_layer_name is None:
+            _sampling.check_loader(train_loader)
+            first = _sampling.subset(
+                train_loader, _sampling.eligible_indices(train_loader)[:1]
+            )
+            with self._undisturbed(train_loader):
+                for x, _ in self._batches(first, "", False):
+                    # Laplace's search hooks into the model, so it gets a copy.
+                    copy = FeatureExtractor(deepcopy(unwrap(self.model)))
+                    copy.find_last_layer(x)
+            self._set_last_layer(copy._last_layer_name)
+        super().fit(train_loader, override, progress_bar, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "last_layer_name": self.last_layer_name}
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict.get("last_layer_name")
+        if saved is not None and self.last_layer_name not in (None, saved):
+            raise ValueError(
+                f"The checkpoint's last layer is {saved!r}, this object's "
+                f"{self.last_layer_name!r}. Pass last_layer_name={saved!r}."
+            )
+        if saved is not None and self.last_layer_name is None:
+            if saved in dict(unwrap(self.model).named_modules()):
+                self._set_last_layer(saved)
+        super()._check_state(state_dict)
+
+
+def _member(enum: type, name: str, value: Any) -> Any:
+    """The member of a str enum, or an error that lists the valid values."""
+    try:
+        return enum(value)
+    except ValueError:
+        raise ValueError(
+            f"{name} must be one of {[m.value for m in enum]}, got {value!r}."
+        ) from None
+
+
+def _positive_int(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+    return int(value)
+
+
+def _check_positive(name: str, value: Any) -> None:
+    """Numbers and tensors without a graph must be positive; Laplace checks the type."""
+    if isinstance(value, torch.Tensor):
+        # A tensor that is being optimised is the exponential of something.
+        if value.requires_grad or not has_values(value) or value.is_complex():
+            return
+        good = bool((torch.isfinite(value) & (value > 0)).all())
+        shown = f"values from {value.min():.3g} to {value.max():.3g}" * (not good)
+    elif isinstance(value, (int, float)):
+        good, shown = math.isfinite(value) and value > 0, str(value)
+    else:
+        return
+    if not good:
+        raise ValueError(f"{name} must be positive and finite, got {shown}.")
+
+
+def _check_finite(flags: list[torch.Tensor], what: str, where: str) -> None:
+    """Read the flags of all batches at once, so that no batch waits for the host."""
+    if not flags or not has_values(flags[0]):
+        return
+    bad = torch.stack(flags).logical_not().nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"NaN or infinite {what} {where}, first in batch {bad[0]} (of "
+            f"{len(flags)}, counted from 0). Check the inputs of that batch and the "
+            "model's weights."
+        )

@@ -1,0 +1,323 @@
+"""One linearisation of a model: rows of J(x) and features J(x)V, batch after batch.
+
+Models differ in which derivatives they support and which are fast. `Linearizer` finds
+out once, on one batch, and keeps the answer; nothing is decided by the text of an
+exception, and nothing is retried afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from laplace_ella._batch import batch_size, chunks, has_values, take
+from laplace_ella._functional import ModelFunction
+from laplace_ella._preserve import differentiable_kernels
+from laplace_ella.features import (
+    FeatureMode,
+    by_double_vjp,
+    by_forward,
+    by_forward_loop,
+)
+from laplace_ella.rows import (
+    RowMode,
+    jacobian_by_loop,
+    jacobian_by_vmap,
+    row_dtype,
+    rows_by_loop,
+    rows_by_vmap,
+)
+
+__all__ = ["Linearizer"]
+
+logger = logging.getLogger("laplace_ella")
+
+#: Examples × tangents of one forward-mode pass: larger falls out of the CPU's cache.
+TANGENTS_AT_ONCE = {"cpu": 256, "cuda": 8192}
+
+#: Bytes that the gradients of one reverse-mode pass may take.
+ROW_BYTES = {"cpu": 2**28, "cuda": 2**31}
+
+#: Costs further apart than this are not worth a measurement.
+CLEAR_RATIO = 3.0
+
+
+class Linearizer:
+    """Derivatives of one model, in the ways that work and are fastest for it.
+
+    Parameters
+    ----------
+    fn : ModelFunction
+    dict_key_x : str
+        where a mapping holds its inputs
+    feature_mode : FeatureMode or str
+    row_mode : RowMode or str
+    chunk_size : int, optional
+        examples that are differentiated at once; chosen automatically if None
+    """
+
+    def __init__(
+        self,
+        fn: ModelFunction,
+        dict_key_x: str = "input_ids",
+        feature_mode: FeatureMode | str = FeatureMode.AUTO,
+        row_mode: RowMode | str = RowMode.AUTO,
+        chunk_size: int | None = None,
+    ) -> None:
+        self.fn = fn
+        self.dict_key_x = dict_key_x
+        self.asked_feature_mode = FeatureMode(feature_mode)
+        self.asked_row_mode = RowMode(row_mode)
+        self.chunk_size = chunk_size
+        self.feature_mode: FeatureMode | None = None
+        self.row_mode: RowMode | None = None
+        self.n_outputs = 0
+        self._vectorized = True  # whether vmap over tangents works
+
+    # Shapes and sizes
+
+    @property
+    def n_params(self) -> int:
+        return sum(self.fn.numels())
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.fn.model.parameters()).device
+
+    def _rows_at_once(self, rows_per_example: int = 1) -> int:
+        """How many examples' gradients fit into the budget of one pass."""
+        if self.chunk_size is not None:
+            return self.chunk_size
+        bytes_per_row = self.n_params * row_dtype(self.fn).itemsize * rows_per_example
+        budget = ROW_BYTES.get(self.device.type, ROW_BYTES["cpu"])
+        return max(1, min(64, budget // max(1, 2 * bytes_per_row)))
+
+    def _examples_at_once(self, rank: int) -> int:
+        """How many examples take all K tangents in one forward-mode pass."""
+        if self.chunk_size is not None:
+            return self.chunk_size
+        limit = TANGENTS_AT_ONCE.get(self.device.type, TANGENTS_AT_ONCE["cpu"])
+        return max(1, limit // rank)
+
+    # Rows of the Jacobian
+
+    def rows(
+        self, x: Any, examples: torch.Tensor, outputs: torch.Tensor
+    ) -> torch.Tensor:
+        """Gradients of output `outputs[m]` at example `examples[m]` of x: (m, P)."""
+        if self.row_mode is None:
+            self._choose_row_mode(x, examples, outputs)
+        compute = rows_by_vmap if self.row_mode is RowMode.VMAP else rows_by_loop
+        size = batch_size(x, self.dict_key_x)
+        with differentiable_kernels():
+            parts = [
+                compute(self.fn, x, size, examples[part], outputs[part])
+                for part in chunks(len(examples), self._rows_at_once())
+            ]
+        return torch.cat(parts)
+
+    def _choose_row_mode(
+        self, x: Any, examples: torch.Tensor, outputs: torch.Tensor
+    ) -> None:
+        """Keep the fastest way that works on the first few rows."""
+        size = batch_size(x, self.dict_key_x)
+
+        def way(compute: Callable[..., torch.Tensor]) -> Callable[[int], object]:
+            return lambda n: compute(self.fn, x, size, examples[:n], outputs[:n])
+
+        ways = {RowMode.VMAP: way(rows_by_vmap), RowMode.LOOP: way(rows_by_loop)}
+        if self.asked_row_mode is not RowMode.AUTO:
+            ways = {self.asked_row_mode: ways[self.asked_row_mode]}
+        few = min(len(examples), 8, self._rows_at_once())
+        with differentiable_kernels():
+            trials = {mode: _try(ways[mode], few, has_values(outputs)) for mode in ways}
+        self.row_mode = _winner(trials)
+        logger.info("rows of the Jacobian by %s", self.row_mode.value)
+
+    def jacobian(
+        self, x: Any, create_graph: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs (B, C) and J(x) (B, C, P); memory of B·C·P, for small batches."""
+        size = batch_size(x, self.dict_key_x)
+        with differentiable_kernels():
+            if self.row_mode is RowMode.LOOP:
+                return jacobian_by_loop(self.fn, x, size, create_graph)
+            with torch.set_grad_enabled(create_graph):
+                return jacobian_by_vmap(self.fn, x, size)
+
+    # Features
+
+    def features(
+        self, x: Any, directions: torch.Tensor, create_graph: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs (B, C) and features J(x)V (B, C, K) for directions Vᵀ (K, P)."""
+        if self.feature_mode is None:
+            raise RuntimeError("Call choose_feature_mode() first.")
+        size = batch_size(x, self.dict_key_x)
+        compute = self._feature_function(
+            self.feature_mode, directions, create_graph, self._vectorized
+        )
+        at_once = (
+            self._rows_at_once(rows_per_example=self.n_outputs)
+            if self.feature_mode is FeatureMode.REVERSE
+            else self._examples_at_once(len(directions))
+        )
+        with differentiable_kernels():
+            parts = [
+                compute(take(x, part, size), part.stop - part.start)
+                for part in chunks(size, at_once)
+            ]
+        f, phi = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return f, phi
+
+    def _feature_function(
+        self,
+        mode: FeatureMode,
+        directions: torch.Tensor,
+        create_graph: bool,
+        vectorized: bool,
+    ) -> Callable[[Any, int], tuple[torch.Tensor, torch.Tensor]]:
+        def forward(x: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            way = by_forward if vectorized else by_forward_loop
+            with torch.set_grad_enabled(create_graph):
+                return way(self.fn, x, directions)
+
+        def reverse(x: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            f, J = self.jacobian(x, create_graph)
+            return f, J @ directions.T.to(J)
+
+        def double_vjp(x: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return by_double_vjp(self.fn, x, directions, create_graph)
+
+        return {
+            FeatureMode.FORWARD: forward,
+            FeatureMode.REVERSE: reverse,
+            FeatureMode.DOUBLE_VJP: double_vjp,
+        }[mode]
+
+    def choose_feature_mode(
+        self, x: Any, f: torch.Tensor, directions: torch.Tensor
+    ) -> None:
+        """Find the fastest way that works, on the batch x with outputs f (B, C).
+
+        Where the expected costs are far apart the cheaper way is only tried; where
+        they are close both are timed.
+        """
+        self.n_outputs = f.shape[-1]
+        size = batch_size(x, self.dict_key_x)
+        few = min(size, 8, self._examples_at_once(len(directions)))
+
+        def trial(mode: FeatureMode, vectorized: bool = True) -> _Trial:
+            compute = self._feature_function(mode, directions, False, vectorized)
+            with differentiable_kernels():
+                return _try(
+                    lambda n: compute(take(x, slice(0, n), size), n), few, has_values(f)
+                )
+
+        def forward_family() -> dict[tuple[FeatureMode, bool], _Trial]:
+            trials = {}
+            for mode, vectorized in (
+                (FeatureMode.FORWARD, True),
+                (FeatureMode.FORWARD, False),
+                (FeatureMode.DOUBLE_VJP, True),
+            ):
+                if self.asked_feature_mode in (mode, FeatureMode.AUTO):
+                    trials[mode, vectorized] = trial(mode, vectorized)
+                    if trials[mode, vectorized].error is None:
+                        break
+            return trials
+
+        def reverse() -> dict[tuple[FeatureMode, bool], _Trial]:
+            return {(FeatureMode.REVERSE, True): trial(FeatureMode.REVERSE)}
+
+        if self.asked_feature_mode is FeatureMode.REVERSE:
+            trials = reverse()
+        elif self.asked_feature_mode is not FeatureMode.AUTO:
+            trials = forward_family()
+        else:
+            cost = self.costs(take(x, slice(0, 1), size), len(directions))
+            advantage = cost[FeatureMode.REVERSE] / cost[FeatureMode.FORWARD]
+            order = [forward_family, reverse]
+            if advantage < 1:
+                order.reverse()
+            trials = order[0]()
+            clear = max(advantage, 1 / advantage) > CLEAR_RATIO
+            if not clear or all(t.error is not None for t in trials.values()):
+                trials |= order[1]()
+        self.feature_mode, self._vectorized = _winner(trials)
+        logger.info("features by %s", self.feature_mode.value)
+
+    def costs(self, x: Any, rank: int) -> dict[FeatureMode, float]:
+        """Expected costs of one example's features, in forward passes."""
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            self.fn(self.fn.parameters(), x)
+        multiplications = max(counter.get_total_flops() / 2, self.n_params)
+        product = self.n_outputs * self.n_params * rank / multiplications
+        return {
+            FeatureMode.FORWARD: 2 * rank + 1,
+            FeatureMode.DOUBLE_VJP: 3 * rank + 2,
+            FeatureMode.REVERSE: 2 * self.n_outputs + 1 + product,
+        }
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What came of one way: seconds an example, or the exception it raised."""
+
+    seconds: float
+    error: Exception | None = None
+
+
+def _try(way: Callable[[int], object], n: int, measure: bool) -> _Trial:
+    """Run a way on one example, then, if that was quick, time it on n."""
+    try:
+        start = time.perf_counter()
+        result = way(1)
+        _synchronize(result)
+        seconds = time.perf_counter() - start
+        if measure and n > 1 and seconds < 0.3:  # the first run also warms up
+            start = time.perf_counter()
+            _synchronize(way(n))
+            seconds = (time.perf_counter() - start) / n
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever an unsupported operator raises
+        return _Trial(float("inf"), error)
+    return _Trial(seconds)
+
+
+def _synchronize(result: Any) -> None:
+    """Wait for the GPU, so that a timing means something."""
+    tensor = result[0] if isinstance(result, tuple) else result
+    if has_values(tensor) and tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+
+
+def _winner(trials: dict[Any, _Trial]) -> Any:
+    """The fastest way that worked, or an error that tells what each way said."""
+    best = min(trials, key=lambda way: trials[way].seconds)
+    if trials[best].error is None:
+        return best
+    said = "; ".join(
+        f"{_name(way)}: {_first_line(trial.error)}" for way, trial in trials.items()
+    )
+    raise RuntimeError(
+        f"The model could not be differentiated. {said}. Options: another feature_mode "
+        "(forward, reverse, double_vjp), freezing the layers with the unsupported "
+        "operator (requires_grad_(False)), or subset_of_weights='last_layer'."
+    ) from trials[best].error
+
+
+def _name(way: Any) -> str:
+    return (way[0] if isinstance(way, tuple) else way).value
+
+
+def _first_line(error: Exception | None) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

@@ -1,0 +1,165 @@
+"""Rows of the Jacobian: gradients of one chosen output of each example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.func import grad, vjp, vmap
+
+from laplace_ella._batch import take
+from laplace_ella._functional import ModelFunction
+
+__all__ = [
+    "RowMode",
+    "jacobian_by_loop",
+    "jacobian_by_vmap",
+    "row_dtype",
+    "rows_by_loop",
+    "rows_by_vmap",
+]
+
+
+class RowMode(str, Enum):
+    """How the gradients of B examples are taken; every way gives the same rows."""
+
+    AUTO = "auto"
+    """Try the ways below on one batch and keep the fastest that works."""
+
+    VMAP = "vmap"
+    """`vmap(grad)`: one batched backward pass. Grouped convolutions may be slow."""
+
+    LOOP = "loop"
+    """One backward pass an example. Works for every model autograd works for."""
+
+
+def row_dtype(fn: ModelFunction) -> torch.dtype:
+    """Dtype of rows and basis: the parameters', float32 at least."""
+    dtype = torch.float32
+    for p in fn.parameters():
+        dtype = torch.promote_types(dtype, p.dtype)
+    return dtype
+
+
+def rows_by_vmap(
+    fn: ModelFunction, x: Any, size: int, examples: torch.Tensor, outputs: torch.Tensor
+) -> torch.Tensor:
+    """Gradients of output `outputs[m]` at example `examples[m]`, by `vmap(grad)`.
+
+    Parameters
+    ----------
+    x : Any
+        inputs of `size` examples
+    examples, outputs : torch.Tensor
+        positions `(m,)` in the batch and outputs `(m,)`
+
+    Returns
+    -------
+    torch.Tensor
+        `(m, P)`
+    """
+    selected = take(x, examples, size)
+    leaves = _batched_leaves(selected, len(examples))
+    params, dtype = fn.parameters(), row_dtype(fn)
+
+    def row(leaves: list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        single = _rebuild(selected, len(examples), [v.unsqueeze(0) for v in leaves])
+
+        def chosen(params: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            return fn(params, single)[0].gather(0, output.reshape(1)).squeeze(0)
+
+        return torch.cat([g.flatten().to(dtype) for g in grad(chosen)(params)])
+
+    return vmap(row, randomness="same")(leaves, outputs)
+
+
+def rows_by_loop(
+    fn: ModelFunction, x: Any, size: int, examples: torch.Tensor, outputs: torch.Tensor
+) -> torch.Tensor:
+    """The same as `rows_by_vmap`, one backward pass a row.
+
+    Rows of one example that stand together share its forward pass.
+    """
+    dtype = row_dtype(fn)
+    params = [p.requires_grad_() for p in fn.parameters()]
+    rows, last, f = [], None, None
+    with torch.enable_grad():
+        for example, output in zip(examples.tolist(), outputs.tolist(), strict=True):
+            if example != last:
+                f = fn(params, take(x, slice(example, example + 1), size))
+                last = example
+            grads = torch.autograd.grad(
+                f[0, output], params, retain_graph=True, materialize_grads=True
+            )
+            rows.append(torch.cat([g.flatten().to(dtype) for g in grads]))
+    return torch.stack(rows)
+
+
+def _batched_leaves(x: Any, size: int) -> list[torch.Tensor]:
+    """The tensors of `x` that have a batch dimension, in a fixed order."""
+    if isinstance(x, torch.Tensor):
+        return [x] if x.ndim and x.shape[0] == size else []
+    values = x.values() if isinstance(x, Mapping) else x
+    if not isinstance(x, (Mapping, tuple, list)):
+        return []
+    return [leaf for value in values for leaf in _batched_leaves(value, size)]
+
+
+def _rebuild(x: Any, size: int, leaves: list[torch.Tensor]) -> Any:
+    """`x` with its batched tensors replaced by `leaves`, as `_batched_leaves` orders."""
+    remaining = iter(leaves)
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            batched = value.ndim and value.shape[0] == size
+            return next(remaining) if batched else value
+        if isinstance(value, Mapping):
+            return {key: replace(v) for key, v in value.items()}
+        if isinstance(value, (tuple, list)):
+            return type(value)(replace(v) for v in value)
+        return value
+
+    return replace(x)
+
+
+def jacobian_by_vmap(
+    fn: ModelFunction, x: Any, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs (B, C) and the whole Jacobian (B, C, P), one forward pass an example."""
+    leaves = _batched_leaves(x, size)
+    params, dtype = fn.parameters(), row_dtype(fn)
+
+    def single(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        one = _rebuild(x, size, [v.unsqueeze(0) for v in leaves])
+        f, pull = vjp(lambda p: fn(p, one).squeeze(0), params)
+        basis = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+        (grads,) = vmap(pull)(basis)
+        return f, torch.cat([g.flatten(1).to(dtype) for g in grads], dim=1)
+
+    return vmap(single, randomness="same")(leaves)
+
+
+def jacobian_by_loop(
+    fn: ModelFunction, x: Any, size: int, create_graph: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, one backward pass an output and example."""
+    dtype = row_dtype(fn)
+    outputs, rows = [], []
+    with torch.enable_grad():
+        params = [p.requires_grad_() for p in fn.parameters()]
+        for b in range(size):
+            f = fn(params, take(x, slice(b, b + 1), size))[0]
+            for output in f:
+                grads = torch.autograd.grad(
+                    output,
+                    params,
+                    retain_graph=True,
+                    create_graph=create_graph,
+                    materialize_grads=True,
+                )
+                rows.append(torch.cat([g.flatten().to(dtype) for g in grads]))
+            outputs.append(f)
+    f, J = torch.stack(outputs), torch.stack(rows).reshape(size, len(outputs[0]), -1)
+    return (f, J) if create_graph else (f.detach(), J.detach())
