@@ -4,23 +4,32 @@ Importing the package registers `hessian_structure="nystrom"` with `laplace.Lapl
 """
 
 from laplace_ella._errors import NotFittedError, NumericalWarning, RankWarning
+from laplace_ella.cache import FeatureCache
 from laplace_ella.ella import ELLALaplace, ELLALLLaplace
 from laplace_ella.features import FeatureMode
 from laplace_ella.nystrom import NystromBasis
+from laplace_ella.posterior import Complement, SubspacePosterior
 from laplace_ella.rows import RowMode
-from laplace_ella.tuning import FeatureCache
+from laplace_ella.stopping import EarlyStopping, augmented_validation
+from laplace_ella.tuning import prior_precision_from_weight_decay
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022, grouped by what they are
     # The posteriors
     "ELLALLLaplace",
     "ELLALaplace",
+    # Their settings
+    "Complement",
+    "EarlyStopping",
+    "FeatureMode",
+    "RowMode",
+    "augmented_validation",
+    "prior_precision_from_weight_decay",
     # Their parts
     "FeatureCache",
-    "FeatureMode",
     "NystromBasis",
-    "RowMode",
+    "SubspacePosterior",
     # Errors and warnings
     "NotFittedError",
     "NumericalWarning",

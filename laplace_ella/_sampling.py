@@ -161,7 +161,9 @@ def _label_column(dataset: Any, dict_key_y: str) -> Any | None:
 
 def _as_classes(labels: Any) -> np.ndarray:
     """Integer classes (N,) from indices, one-hot rows or probabilities."""
-    labels = torch.as_tensor(np.asarray(labels)) if not torch.is_tensor(labels) else labels
+    labels = (
+        torch.as_tensor(np.asarray(labels)) if not torch.is_tensor(labels) else labels
+    )
     labels = labels.detach().cpu()
     if labels.ndim == 2:
         labels = labels[:, 0] if labels.shape[1] == 1 else labels.argmax(1)

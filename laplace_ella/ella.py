@@ -7,9 +7,10 @@ pure functions of the other modules.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,18 +30,47 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from laplace_ella import _sampling, likelihood, lowrank, predictive, tuning
+from laplace_ella import _sampling, likelihood, predictive, tuning
 from laplace_ella._batch import batch_size, has_values, split_batch, to_device
 from laplace_ella._errors import NotFittedError
 from laplace_ella._fingerprint import differences, fingerprint
 from laplace_ella._functional import ModelFunction, unwrap
 from laplace_ella._preserve import evaluation_mode, random_states
+from laplace_ella.cache import FeatureCache
 from laplace_ella.features import FeatureMode
 from laplace_ella.linearize import Linearizer
 from laplace_ella.nystrom import NystromBasis, basis_from_rows
+from laplace_ella.posterior import Complement, SubspacePosterior
 from laplace_ella.rows import RowMode, row_dtype
+from laplace_ella.stopping import EarlyStopping
 
 __all__ = ["ELLALLLaplace", "ELLALaplace"]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What a pass over the data adds up."""
+
+    H: torch.Tensor
+    loss: torch.Tensor
+    n_data: int
+    n_outputs: int
+
+    @classmethod
+    def zero(cls, rank: int, device: torch.device) -> _Sums:
+        H = torch.zeros(rank, rank, dtype=torch.float64, device=device)
+        return cls(H, H.new_zeros(()), 0, 0)
+
+    def add(
+        self, f: torch.Tensor, phi: torch.Tensor, y: torch.Tensor, lik: Any
+    ) -> _Sums:
+        """The sums with further outputs (B, C), features (B, C, K) and targets."""
+        return _Sums(
+            self.H + likelihood.curvature(f, phi, lik),
+            self.loss + likelihood.loss(f, y, lik),
+            self.n_data + len(f),
+            f.shape[-1],
+        )
 
 
 class ELLALaplace(ParametricLaplace):
@@ -74,6 +104,9 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         direction of differentiation, see `FeatureMode`
     row_mode : RowMode or str, default="auto"
         how sampled gradients are taken, see `RowMode`
+    complement : Complement or str, default="drop"
+        what becomes of the directions outside the basis, see `Complement`; may be
+        changed after the fit
     chunk_size : int, optional
         examples that are differentiated at once; chosen automatically
 
@@ -83,6 +116,8 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         the directions and their spectrum, after `fit`
     H : torch.Tensor
         projected curvature Σ φᵀΛφ `(K, K)`, without noise and temperature
+    history : list of dict
+        'n_data' and validation 'loss' in the course of the last fit
 
     Examples
     --------
@@ -100,7 +135,7 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
     torch.Size([4, 3])
     """
 
-    # key to map to correct subclass of BaseLaplace, (subset of weights, Hessian structure)
+    # how Laplace(..., subset_of_weights, hessian_structure) finds this class
     _key = ("all", "nystrom")
 
     def __init__(
@@ -124,6 +159,7 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         balanced: bool = False,
         feature_mode: FeatureMode | str = FeatureMode.AUTO,
         row_mode: RowMode | str = RowMode.AUTO,
+        complement: Complement | str = Complement.DROP,
         chunk_size: int | None = None,
     ) -> None:
         self.subsample_size = _positive_int("subsample_size", subsample_size)
@@ -133,8 +169,15 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         self.seed = seed
         self.balanced = balanced
         self.basis: NystromBasis | None = None
-        self._layer_grams: torch.Tensor | None = None
+        self._layer_grams: list[torch.Tensor] = []
+        self.complement = complement
         self._stream: torch.Generator | None = None
+        self.history: list[dict[str, float]] = []
+        if isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() != 1:
+            raise ValueError(
+                "sigma_noise must be one number for all outputs, got shape "
+                f"{tuple(sigma_noise.shape)}."
+            )
         names = self._laplace_parameters(model)
         super().__init__(
             model,
@@ -188,10 +231,20 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
     def temperature(self, temperature: float) -> None:
         if not (isinstance(temperature, torch.Tensor) or temperature > 0):
             raise ValueError(
-                f"temperature must be positive, got {temperature}. Use a small positive "
-                "value for a concentrated posterior."
+                f"temperature must be positive, got {temperature}. Use a small "
+                "positive value for a concentrated posterior."
             )
         self._temperature = temperature
+        self._posterior_scale = None
+
+    @property
+    def complement(self) -> Complement:
+        """What becomes of the directions outside the basis."""
+        return self._complement
+
+    @complement.setter
+    def complement(self, complement: Complement | str) -> None:
+        self._complement = _member(Complement, "complement", complement)
         self._posterior_scale = None
 
     @property
@@ -245,6 +298,8 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         override: bool = True,
         progress_bar: bool = False,
         *,
+        val_loader: DataLoader | None = None,
+        early_stopping: EarlyStopping | bool | None = None,
         balanced: bool | None = None,
     ) -> None:
         """Fit the posterior: sample the basis, then add up the curvature.
@@ -252,40 +307,70 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         Parameters
         ----------
         train_loader : torch.utils.data.DataLoader
-            batches `(X, y)` or mappings, over a data set with indices
+            batches `(X, y)` or mappings, over a data set with indices; shuffled, if
+            the fit may stop early
         override : bool, default=True
             False keeps the basis and what was added up so far, and adds this data
         progress_bar : bool, default=False
+        val_loader : torch.utils.data.DataLoader, optional
+            validation data; `history` records the loss on it as data are added
+        early_stopping : EarlyStopping or bool, optional
+            keep the posterior with the best validation loss, and end the pass when
+            there has been no better one for long; True for the default settings
         balanced : bool, optional
             whether to draw the classes evenly; default as given to the constructor
         """
-        _sampling.check_loader(train_loader)
         balanced = self.balanced if balanced is None else balanced
+        stopping = self._check_fit_arguments(
+            train_loader, val_loader, early_stopping, balanced
+        )
+        keep = not override and self.basis is not None
+        with self._undisturbed(train_loader, *([val_loader] if val_loader else [])):
+            # Nothing is assigned before the end: a failed fit loses nothing.
+            basis = self.basis
+            if not keep:
+                basis = self._sample_basis(train_loader, balanced, progress_bar)
+            start = _Sums.zero(basis.rank, self._device)
+            if keep:
+                loss = torch.as_tensor(self.loss).double().to(self._device)
+                start = _Sums(self.H, loss, self.n_data, self.n_outputs)
+            sums, history = self._add_up(
+                train_loader, basis, start, progress_bar, val_loader, stopping
+            )
+        if not keep:
+            self._set_basis(basis)
+        self.H, self.n_data, self.n_outputs = sums.H, sums.n_data, sums.n_outputs
+        self.loss = sums.loss.to(self._dtype)
+        self.history = history
+        self.mean = parameters_to_vector(self._linearizer.fn.parameters())
+        self._posterior_scale = None
+
+    def _check_fit_arguments(
+        self,
+        train_loader: Any,
+        val_loader: Any,
+        early_stopping: EarlyStopping | bool | None,
+        balanced: bool,
+    ) -> EarlyStopping | None:
+        """Refuse what cannot work, before anything is computed."""
+        _sampling.check_loader(train_loader)
         if balanced and likelihood.is_regression(self.likelihood):
             raise ValueError(
                 "balanced=True draws classes evenly and is for classification; this "
                 "likelihood is regression. Use balanced=False."
             )
-        keep = not override and self.basis is not None
-        with self._undisturbed(train_loader):
-            # Nothing is assigned before the end: a failed fit loses nothing.
-            basis = self.basis
-            if not keep:
-                basis = self._sample_basis(train_loader, balanced, progress_bar)
-            H, loss, n_data, n_outputs = self._add_up(
-                train_loader, basis, progress_bar
+        if early_stopping and val_loader is None:
+            raise ValueError(
+                "early_stopping needs val_loader=. Where there is no validation data, "
+                "laplace_ella.augmented_validation(train_loader) makes some."
             )
-        if keep:
-            H, loss, n_data = self.H + H, self.loss + loss, self.n_data + n_data
-        else:
-            self._set_basis(basis)
-        self.H, self.loss, self.n_data, self.n_outputs = H, loss, n_data, n_outputs
-        self.mean = parameters_to_vector(self._linearizer.fn.parameters())
-        self._posterior_scale = None
+        if early_stopping in (None, False):
+            return None
+        return EarlyStopping() if early_stopping is True else early_stopping
 
     def _set_basis(self, basis: NystromBasis) -> None:
         self.basis = basis
-        self._layer_grams = None
+        self._layer_grams = []
         self._posterior_scale = None
 
     @contextmanager
@@ -356,31 +441,83 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         for x, _ in self._batches(_sampling.subset(loader, indices[:1]), "", False):
             f = self.model(x)
         likelihood.check_outputs(f)
+        self._linearizer.n_outputs = f.shape[-1]
         return f.shape[-1]
 
     def _add_up(
-        self, loader: Any, basis: NystromBasis, progress_bar: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """H, loss and the number of data and outputs, from one pass over the data."""
-        H = torch.zeros(
-            basis.rank, basis.rank, dtype=torch.float64, device=self._device
+        self,
+        loader: Any,
+        basis: NystromBasis,
+        start: _Sums,
+        progress_bar: bool,
+        val_loader: Any,
+        stopping: EarlyStopping | None,
+    ) -> tuple[_Sums, list[dict[str, float]]]:
+        """Sums over the data, all of it or up to the best validation loss."""
+        if val_loader is None:
+            (sums,) = self._running_sums(loader, basis, start, progress_bar)
+            return sums, []
+        plan = stopping or EarlyStopping()
+        posterior = self._posterior_of(basis, start.H)
+        validator = tuning.Validator.for_laplace(
+            self,
+            val_loader,
+            plan.loss,
+            plan.link_approx,
+            plan.n_samples,
+            progress_bar,
+            posterior,
         )
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        n_data, n_outputs, finite = 0, 0, []
+        history, best, waited = [], None, 0
+        checkpoints = plan.checkpoints()
+        for sums in self._running_sums(loader, basis, start, progress_bar, checkpoints):
+            value = validator(posterior.with_(H=sums.H))
+            history.append({"n_data": sums.n_data, "loss": value})
+            signed = -value if plan.maximize else value
+            if best is None or signed < best[0]:
+                best, waited = (signed, sums), 0
+            else:
+                waited += 1
+            if stopping is not None and waited >= plan.patience:
+                break
+        return (sums if stopping is None else best[1]), history
+
+    def _running_sums(
+        self,
+        loader: Any,
+        basis: NystromBasis,
+        sums: _Sums,
+        progress_bar: bool,
+        checkpoints: Iterator[int] | None = None,
+    ) -> Iterator[_Sums]:
+        """The sums after as many new examples as each checkpoint says, and at the end.
+
+        A batch that a checkpoint divides is linearised once and added in parts.
+        """
+        seen, finite, current = 0, [], True
+        due = next(checkpoints) if checkpoints is not None else math.inf
         for x, y in self._batches(loader, "[Computing Hessian]", progress_bar):
             f, phi = self._linearize(x, basis)
             y = likelihood.check_targets(f, y, self.likelihood)
             likelihood.check_classes(f, y)
-            loss = loss + likelihood.loss(f, y.to(self._device), self.likelihood)
-            H = H + likelihood.curvature(f, phi, self.likelihood)
+            y = y.to(self._device)
             finite.append(torch.isfinite(f).all() & torch.isfinite(phi).all())
-            n_data, n_outputs = n_data + len(f), f.shape[-1]
-        if n_data == 0:
+            first = 0
+            while first < len(f):
+                part = slice(first, int(min(len(f), first + due - seen)))
+                sums = sums.add(f[part], phi[part], y[part], self.likelihood)
+                seen, first, current = seen + part.stop - first, part.stop, False
+                if seen == due:
+                    _check_finite(finite, "outputs or derivatives", "of the data")
+                    yield sums
+                    due, current = next(checkpoints), True
+        if seen == 0:
             raise ValueError(
                 "The loader yielded no batch; ELLA needs at least one example."
             )
-        _check_finite(finite, "outputs or derivatives", "of the training data")
-        return H, loss.to(self._dtype), n_data, n_outputs
+        if not current:
+            _check_finite(finite, "outputs or derivatives", "of the data")
+            yield sums
 
     def _linearize(
         self, x: Any, basis: NystromBasis, create_graph: bool = False
@@ -395,79 +532,92 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         f, phi = linearizer.features(x, basis.directions, create_graph)
         return f.to(self._dtype), phi.to(self._dtype)
 
-    # Posterior over the coordinates z
-
-    def _prior_on_subspace(self) -> torch.Tensor:
-        """VᵀDV (K, K); the products of a layerwise prior are kept."""
-        prior, numels = self.prior_precision, self._linearizer.fn.numels()
-        if prior.numel() == len(numels) > 1 and prior.numel() != self.n_params:
-            if self._layer_grams is None:
-                self._layer_grams = lowrank.layer_grams(self.basis.directions, numels)
-            return torch.einsum("l,lij->ij", prior.double(), self._layer_grams)
-        return lowrank.project_prior(self.basis.directions, prior)
+    # Posterior
 
     @property
-    def posterior_precision(self) -> torch.Tensor:
-        """G = H/(σ²T) + VᵀDV `(K, K)`, the precision of z in θ = θ̂ + Vz, float64."""
+    def posterior(self) -> SubspacePosterior:
+        """The current posterior; kept until a hyperparameter changes."""
         self._check_fitted()
-        return self._H_factor.double() * self.H + self._prior_on_subspace()
-
-    @property
-    def posterior_scale(self) -> torch.Tensor:
-        """S `(K, K)` with SSᵀ = G⁻¹, float64; kept until a hyperparameter changes."""
         if self._posterior_scale is None:
-            with torch.no_grad():
-                self._posterior_scale = lowrank.inverse_root(self.posterior_precision)
+            posterior = self._posterior_of(self.basis, self.H)
+            self._posterior_scale = posterior.with_(
+                factor=posterior.factor.detach(), prior=posterior.prior.detach()
+            )
         return self._posterior_scale
 
-    @property
-    def posterior_covariance(self) -> torch.Tensor:
-        """G⁻¹ `(K, K)`, the covariance of z; in weight space VG⁻¹Vᵀ."""
+    def _build_posterior(self) -> SubspacePosterior:
+        """The current posterior with the graph of its hyperparameters."""
         self._check_fitted()
-        return self.posterior_scale @ self.posterior_scale.T
+        return self._posterior_of(self.basis, self.H)
+
+    def _posterior_of(self, basis: NystromBasis, H: torch.Tensor) -> SubspacePosterior:
+        """A posterior with the current hyperparameters."""
+        return SubspacePosterior(
+            basis,
+            H,
+            torch.as_tensor(self._H_factor),
+            self.prior_precision,
+            tuple(self._linearizer.fn.numels()),
+            self.complement,
+            self._layer_grams if basis is self.basis else [],
+        )
 
     @property
     def _H_factor(self) -> torch.Tensor:
         return 1 / self.sigma_noise.square() / self.temperature
 
     @property
+    def posterior_precision(self) -> torch.Tensor:
+        """G = H/(σ²T) + VᵀDV `(K, K)`, the precision of z in θ = θ̂ + Vz, float64."""
+        return self._build_posterior().precision
+
+    @property
+    def posterior_scale(self) -> torch.Tensor:
+        """S `(K, K)` with SSᵀ = G⁻¹, float64."""
+        return self.posterior.scale
+
+    @property
+    def posterior_covariance(self) -> torch.Tensor:
+        """Covariance of z = Vᵀ(θ − θ̂), `(K, K)`, float64."""
+        return self.posterior.covariance
+
+    @property
     def log_det_prior_precision(self) -> torch.Tensor:
-        """log det VᵀDV: the prior precision on the subspace."""
-        self._check_fitted()
-        return lowrank.log_det(self._prior_on_subspace()).to(self._dtype)
+        """log det VᵀDV; log det D where the complement is kept."""
+        return self._build_posterior().log_det_prior.to(self._dtype)
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
-        """log det G."""
-        return lowrank.log_det(self.posterior_precision).to(self._dtype)
+        """log det G; of the whole D + VHVᵀ/(σ²T) where the complement is kept."""
+        posterior = self._build_posterior()
+        return (posterior.log_det_prior + posterior.log_det_ratio).to(self._dtype)
 
     @property
     def log_det_ratio(self) -> torch.Tensor:
-        """log det G − log det VᵀDV."""
-        self._check_fitted()
-        posterior = lowrank.log_det(self.posterior_precision)
-        prior = lowrank.log_det(self._prior_on_subspace())
-        return (posterior - prior).to(self._dtype)
+        """log det of the posterior precision less that of the prior precision."""
+        return self._build_posterior().log_det_ratio.to(self._dtype)
 
     @property
     def scatter(self) -> torch.Tensor:
         """(θ̂ − μ₀)ᵀD(θ̂ − μ₀), over all P parameters."""
         delta = (self.mean - self.prior_mean).double()
-        return ((delta * self.prior_precision_diag) @ delta).to(self._dtype)
+        return (delta.square() * self.prior_precision_diag).sum().to(self._dtype)
 
     def square_norm(self, value: torch.Tensor) -> torch.Tensor:
-        """ΔᵀVGVᵀΔ for Δ = value − θ̂ `(P,)`: the part of Δ within the subspace."""
-        self._check_fitted()
-        delta = (value - self.mean).to(self.basis.directions.dtype)
-        z = (self.basis.directions @ delta).double()
-        return (z @ self.posterior_precision @ z).to(self._dtype)
+        """ΔᵀPΔ for Δ = value − θ̂ `(P,)` and the posterior precision P.
+
+        With the complement dropped only the part of Δ within the subspace counts.
+        """
+        delta = value - self.mean
+        return self._build_posterior().square_norm(delta).to(self._dtype)
 
     def log_prob(self, value: torch.Tensor, normalized: bool = True) -> torch.Tensor:
-        """Log density of the coordinates z = Vᵀ(value − θ̂) on the K-dim subspace."""
+        """Log density at `value`: of z = Vᵀ(value − θ̂), or of all weights where the
+        complement is kept."""
         log_prob = -self.square_norm(value) / 2
         if normalized:
-            constant = self.log_det_posterior_precision
-            log_prob = log_prob + (constant - self.rank * math.log(2 * math.pi)) / 2
+            constant = self.posterior.dimension * math.log(2 * math.pi)
+            log_prob = log_prob + (self.log_det_posterior_precision - constant) / 2
         return log_prob
 
     def log_marginal_likelihood(
@@ -475,7 +625,7 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         prior_precision: torch.Tensor | None = None,
         sigma_noise: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Evidence log p(D|θ̂) − ½[log det G − log det VᵀDV] − ½ scatter.
+        """Evidence log p(D|θ̂) − ½ log det ratio − ½ scatter.
 
         Differentiable in `prior_precision` and `sigma_noise`; passing one sets it.
         """
@@ -485,25 +635,23 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        """Weights θ̂ + V G^{-1/2} ε `(n_samples, P)`."""
-        self._check_fitted()
+        """Weights from the posterior, `(n_samples, P)`."""
+        posterior = self.posterior
         self._check_generator(generator)
-        z = self._sample_coordinates(n_samples, generator)
-        directions = self.basis.directions.to(self._device, self._dtype)
-        return self.mean.to(self._dtype) + z @ directions
+        generator = generator or self._own_stream()
 
-    def _sample_coordinates(
-        self, n_samples: int, generator: torch.Generator | None
-    ) -> torch.Tensor:
-        """z ~ N(0, G⁻¹), `(n_samples, K)`."""
-        noise = torch.randn(
-            n_samples,
-            self.rank,
-            generator=generator or self._own_stream(),
-            dtype=self._dtype,
-            device=self._device,
-        )
-        return noise @ self.posterior_scale.T.to(self._dtype)
+        def noise(n: int) -> torch.Tensor:
+            return torch.randn(
+                n_samples,
+                n,
+                generator=generator,
+                dtype=self._dtype,
+                device=self._device,
+            )
+
+        inside = noise(self.rank)
+        outside = noise(self.n_params) if posterior.needs_kernel else None
+        return self.mean.to(self._dtype) + posterior.sample_offsets(inside, outside)
 
     def _own_stream(self) -> torch.Generator | None:
         """Generator of samples without one: goes on from call to call."""
@@ -518,7 +666,8 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         return torch.Generator(self._device).manual_seed(self.seed)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stream": None}  # generators do not move devices
+        # Generators do not move between devices; the posterior is made anew.
+        return {**self.__dict__, "_stream": None, "_posterior_scale": None}
 
     # Predictive
 
@@ -532,9 +681,18 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
                 to_device(x, self._device), self.basis, self.enable_backprop
             )
 
-    def _factor(self, phi: torch.Tensor) -> torch.Tensor:
-        """A = φS `(B, C, K)`, so that f_var = AAᵀ = φG⁻¹φᵀ."""
-        return phi @ self.posterior_scale.to(phi.dtype)
+    def _kernel_features(
+        self, x: Any, posterior: SubspacePosterior, create_graph: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What a posterior needs of inputs on the device: outputs `(B, C)`, features
+        `(B, C, K)` and, where the complement is kept, the kernel `(B, C, C)`."""
+        if not posterior.needs_kernel:
+            return *self._linearize(x, posterior.basis, create_graph), None
+        directions, weights = posterior.basis.directions, posterior.kernel_weights()
+        f, phi, kernel = self._linearizer.features_and_kernel(
+            x, directions, weights, create_graph
+        )
+        return f.to(self._dtype), phi.to(self._dtype), kernel.to(self._dtype)
 
     def __call__(
         self,
@@ -597,24 +755,29 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
             if regression:
                 return samples.mean(0), samples.var(0)
             return samples.softmax(-1).mean(0)
-        f_mu, phi = self.features(x)
-        return self.predict_from_features(
-            f_mu,
-            phi,
-            joint=joint,
-            link_approx=link_approx,
-            n_samples=n_samples,
-            diagonal_output=diagonal_output,
-            generator=generator,
-            regression=regression,
-        )
+        if joint and regression:
+            return self._joint_distribution(x)
+        with self._undisturbed():
+            f_mu, phi, kernel = self._kernel_features(
+                to_device(x, self._device), self.posterior, self.enable_backprop
+            )
+            return self.predict_from_features(
+                f_mu,
+                phi,
+                kernel,
+                link_approx=link_approx,
+                n_samples=n_samples,
+                diagonal_output=diagonal_output,
+                generator=generator,
+                regression=regression,
+            )
 
     def predict_from_features(
         self,
         f_mu: torch.Tensor,
         phi: torch.Tensor,
+        kernel: torch.Tensor | None = None,
         *,
-        joint: bool = False,
         link_approx: LinkApprox | str = LinkApprox.PROBIT,
         n_samples: int = 100,
         diagonal_output: bool = False,
@@ -623,27 +786,49 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """What `la(x)` gives, from outputs `(B, C)` and features `(B, C, K)` of x.
 
-        Features do not depend on prior, noise, temperature or link: keep them and try
-        all of these at the cost of K×K algebra.
+        Features do not depend on prior, noise, temperature or link: keep them (see
+        `FeatureCache`) and try all of these at the cost of K×K algebra. Where the
+        complement is kept, `kernel` is J(x)J(x)ᵀ `(B, C, C)`.
         """
-        self._check_fitted()
         if regression is None:
             regression = likelihood.is_regression(self.likelihood)
-        A = self._factor(phi)
+        values = self.posterior.function_values(f_mu, phi, kernel)
         if regression:
-            if joint:
-                return f_mu.flatten(), predictive.covariance(A, joint=True)
-            if diagonal_output:
-                return f_mu, predictive.variance(A)
-            return f_mu, predictive.covariance(A)
+            return f_mu, values.variance() if diagonal_output else values.covariance()
         return predictive.class_probabilities(
-            f_mu,
-            A,
+            values,
             link_approx,
             n_samples,
             diagonal_output,
             generator or self._fresh_generator(),
         )
+
+    def _joint_distribution(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean `(B·C,)` and covariance `(B·C, B·C)` of all function values."""
+        with self._undisturbed():
+            f_mu, phi, kernel = self._joint_features(x)
+            return f_mu.flatten(), self.posterior.joint_covariance(phi, kernel)
+
+    def _joint_features(
+        self, x: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Outputs `(B, C)`, features `(B·C, K)` and, if needed, kernel `(B·C, B·C)`."""
+        x = to_device(x, self._device)
+        if not self.posterior.needs_kernel:
+            f_mu, phi = self._linearize(x, self.basis, self.enable_backprop)
+            return f_mu, phi.flatten(0, 1), None
+        f_mu, Js = self._linearizer.jacobian(x, self.enable_backprop)
+        return f_mu.to(self._dtype), *self._jacobian_products(Js.flatten(0, 1))
+
+    def _jacobian_products(
+        self, Js: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Features and kernel of Jacobians `(..., C, P)`, in the prior's weights."""
+        weights = self.posterior.kernel_weights()
+        weighted = Js if weights is None else Js * weights.to(Js)
+        phi = (weighted @ self.basis.vectors.to(Js)).to(self._dtype)
+        kernel = (weighted @ Js.mT).to(self._dtype)
+        return phi, kernel if self.posterior.needs_kernel else None
 
     def functional_samples(
         self,
@@ -667,10 +852,24 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         generator = generator or self._own_stream()
         if pred_type == PredType.NN:
             return self._nn_functional_samples(x, n_samples, generator)
-        f_mu, phi = self.features(x)
-        return predictive.draw(
-            f_mu, self._factor(phi), n_samples, generator, diagonal_output, joint
-        )
+        if joint and not diagonal_output:
+            with self._undisturbed():
+                f_mu, phi, kernel = self._joint_features(x)
+                root = self.posterior.joint_root(phi, kernel)  # (B·C, R)
+            noise = torch.randn(
+                n_samples,
+                root.shape[1],
+                generator=generator,
+                dtype=root.dtype,
+                device=root.device,
+            )
+            return f_mu + (noise @ root.mT).unflatten(-1, f_mu.shape)
+        with self._undisturbed():
+            x = to_device(x, self._device)
+            posterior = self.posterior
+            features = self._kernel_features(x, posterior, self.enable_backprop)
+            values = posterior.function_values(*features)
+            return predictive.draw(values, n_samples, generator, diagonal_output)
 
     def predictive_samples(
         self,
@@ -696,7 +895,7 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """Outputs of the network with sampled weights, which are never written to it."""
+        """Outputs of the network with sampled weights, never written to it."""
         fn, x = self._linearizer.fn, to_device(X, self._device)
         params = [p.dtype for p in fn.parameters()]
         samples = []
@@ -711,15 +910,16 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         """Output covariance `(B, C, C)` for Jacobians `(B, C, P)`."""
         self._check_fitted()
         self._check_jacobians(Js)
-        return predictive.covariance(self._factor(Js @ self.basis.vectors.to(Js)))
+        phi, kernel = self._jacobian_products(Js)
+        return self.posterior.function_values(phi[..., 0], phi, kernel).covariance()
 
     def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
         """Joint covariance `(B·C, B·C)` for Jacobians `(B, C, P)` or `(B·C, P)`."""
         self._check_fitted()
         Js = Js.unsqueeze(0) if Js.ndim == 2 else Js
         self._check_jacobians(Js)
-        A = self._factor(Js @ self.basis.vectors.to(Js))
-        return predictive.covariance(A, joint=True)
+        phi, kernel = self._jacobian_products(Js.flatten(0, 1))
+        return self.posterior.joint_covariance(phi, kernel)
 
     def _glm_predictive_distribution(
         self,
@@ -727,10 +927,15 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         joint: bool = False,
         diagonal_output: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        f_mu, phi = self.features(X)
-        return self.predict_from_features(
-            f_mu, phi, joint=joint, diagonal_output=diagonal_output, regression=True
-        )
+        if joint:
+            return self._joint_distribution(X)
+        with self._undisturbed():
+            f_mu, phi, kernel = self._kernel_features(
+                to_device(X, self._device), self.posterior, self.enable_backprop
+            )
+            return self.predict_from_features(
+                f_mu, phi, kernel, diagonal_output=diagonal_output, regression=True
+            )
 
     def _check_generator(self, generator: torch.Generator | None) -> None:
         if generator is None:
@@ -793,23 +998,16 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
                     progress_bar=progress_bar,
                 )
             else:
-                if val_loader is None:
-                    raise ValueError(
-                        "method='gridsearch' compares predictions on validation data: "
-                        "pass val_loader=, or use method='marglik'."
-                    )
-                grid = torch.logspace(
-                    log_prior_prec_min,
-                    log_prior_prec_max,
-                    grid_size,
-                    base=log_prior_prec_base,
-                )
-                self.prior_precision = tuning.grid_search(
-                    self,
-                    grid,
+                self.prior_precision = self._search_prior(
+                    torch.logspace(
+                        log_prior_prec_min,
+                        log_prior_prec_max,
+                        grid_size,
+                        base=log_prior_prec_base,
+                    ),
+                    pred_type,
                     val_loader,
                     loss,
-                    pred_type,
                     link_approx,
                     n_samples,
                     progress_bar,
@@ -819,6 +1017,178 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
             raise
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
+
+    def _search_prior(
+        self,
+        grid: torch.Tensor,
+        pred_type: PredType,
+        val_loader: Any,
+        loss: Any,
+        link_approx: LinkApprox,
+        n_samples: int,
+        progress_bar: bool,
+    ) -> torch.Tensor:
+        """The best scalar prior precision of a grid, on validation data."""
+        if val_loader is None:
+            raise ValueError(
+                "method='gridsearch' compares predictions on validation data: pass "
+                "val_loader=, or use method='marglik'."
+            )
+        if pred_type == PredType.NN:
+            return tuning.search_prior_by_sampling(
+                self, grid, val_loader, loss, n_samples, progress_bar
+            )
+        # With a scalar prior, whose features hold for the whole grid.
+        posterior = self.posterior.with_(prior=grid[:1].to(self.H))
+        validator = tuning.Validator.for_laplace(
+            self, val_loader, loss, link_approx, n_samples, progress_bar, posterior
+        )
+        return tuning.search_prior(posterior, grid, validator, progress_bar)
+
+    @property
+    def effective_n_data(self) -> float:
+        """N/T: how many data the tempered likelihood weighs as much as."""
+        return self.n_data / float(self.temperature)
+
+    def optimize_temperature(
+        self,
+        val_loader: DataLoader | FeatureCache,
+        loss: torchmetrics.Metric | Callable[..., torch.Tensor | float] | None = None,
+        link_approx: LinkApprox | str = LinkApprox.MC,
+        n_samples: int = 512,
+        tune_prior: bool = False,
+        log_prior_prec_min: float = -2,
+        log_prior_prec_max: float = 4,
+        progress_bar: bool = False,
+    ) -> None:
+        """Temper the likelihood to an effective number of data N/T.
+
+        The posterior of N data is often too narrow (see `fit` with early stopping);
+        scaling its curvature to that of fewer data is smoother than using fewer,
+        needs no second pass over the training data, and averages over all of them.
+
+        Parameters
+        ----------
+        val_loader : DataLoader or FeatureCache
+        loss : torchmetrics.Metric or callable, optional
+            as for `optimize_prior_precision`; the negative log likelihood by default
+        link_approx : LinkApprox or str, default="mc"
+            set it to the one you predict with
+        n_samples : int, default=512
+        tune_prior : bool, default=False
+            choose a scalar prior precision, within 10**log_prior_prec_min and
+            10**log_prior_prec_max, at the same time
+        """
+        link_approx = _member(LinkApprox, "link_approx", link_approx)
+        posterior = self.posterior.with_(factor=self._H_factor * self.temperature)
+        if tune_prior:
+            posterior = posterior.with_(prior=torch.ones_like(self.H[0, :1]))
+        validator = tuning.Validator.for_laplace(
+            self, val_loader, loss, link_approx, n_samples, progress_bar, posterior
+        )
+        if tune_prior:
+            temperature, prior = tuning.search_temperature_and_prior(
+                posterior,
+                self.n_data,
+                validator,
+                (log_prior_prec_min, log_prior_prec_max),
+            )
+            self.prior_precision = prior
+        else:
+            temperature = tuning.search_temperature(posterior, self.n_data, validator)
+        self.temperature = temperature
+
+    def optimize_sigma_noise(
+        self, n_steps: int = 200, lr: float = 0.1, tune_prior: bool = True
+    ) -> None:
+        """Choose the observation noise by the evidence, with the prior precision.
+
+        Starts from the current values; the structure of the prior is kept.
+        """
+        if not likelihood.is_regression(self.likelihood):
+            raise ValueError(
+                f"sigma_noise is for regression; this likelihood is {self.likelihood}."
+            )
+        self._check_fitted()
+        before = self.sigma_noise, self.prior_precision
+        try:
+            values = tuning.maximize_evidence(self, n_steps, lr, tune_prior)
+        except BaseException:
+            self.sigma_noise, self.prior_precision = before
+            raise
+        self.sigma_noise, self.prior_precision = values
+
+    def truncate(self, rank: int) -> None:
+        """Keep the first `rank` directions: the posterior that a fit with
+        `n_eigenvalues=rank` gives, without fitting."""
+        _positive_int("rank", rank)
+        if rank > self.rank:
+            raise ValueError(
+                f"rank={rank} exceeds the fitted rank {self.rank}; fit again with "
+                f"n_eigenvalues={rank}."
+            )
+        self._set_basis(self.basis.truncate(rank))
+        self.H = self.H[:rank, :rank]
+
+    def optimize_rank(
+        self,
+        method: TuningMethod | str = TuningMethod.MARGLIK,
+        val_loader: DataLoader | FeatureCache | None = None,
+        ranks: Sequence[int] | None = None,
+        loss: torchmetrics.Metric | Callable[..., torch.Tensor | float] | None = None,
+        link_approx: LinkApprox | str = LinkApprox.MC,
+        n_samples: int = 512,
+        share: float = 0.95,
+        progress_bar: bool = False,
+    ) -> list[dict[str, float]]:
+        """Choose the number of directions from one fit, and truncate to it.
+
+        The basis is nested, so every k ≤ K is there already, as a leading block.
+
+        Parameters
+        ----------
+        method : {'marglik', 'gridsearch'}
+            'marglik' takes the smallest rank at which the Occam factor of the evidence
+            has reached `share` of its value at K (at fixed weights the evidence itself
+            falls with every direction, so its maximum would always be rank 1);
+            'gridsearch' takes the rank with the lowest validation loss
+        val_loader : DataLoader or FeatureCache, optional
+            for 'gridsearch'
+        ranks : sequence of int, optional
+            candidates for 'gridsearch'; all by default
+
+        Returns
+        -------
+        list of dict
+            rank and 'log_marginal_likelihood' or 'loss' of every candidate
+        """
+        method = _member(TuningMethod, "method", method)
+        posterior = self.posterior
+        if method == TuningMethod.MARGLIK:
+            full = self.log_marginal_likelihood().double()
+            ratios = posterior.log_det_ratios()
+            evidence = (full + 0.5 * (ratios[-1] - ratios)).tolist()
+            table = [
+                {"rank": k, "log_marginal_likelihood": value}
+                for k, value in enumerate(evidence, start=1)
+            ]
+            self.truncate(tuning.rank_by_evidence(posterior, share))
+            return table
+        candidates = sorted(ranks) if ranks is not None else range(1, self.rank + 1)
+        if candidates[0] < 1 or candidates[-1] > self.rank:
+            raise ValueError(
+                f"ranks must lie in 1..{self.rank}, got {candidates[0]}.."
+                f"{candidates[-1]}; fit with a larger n_eigenvalues."
+            )
+        validator = tuning.Validator.for_laplace(
+            self, val_loader, loss, link_approx, n_samples, progress_bar
+        )
+        best, losses = tuning.rank_by_validation(posterior, list(candidates), validator)
+        self.truncate(best)
+        return [
+            {"rank": k, "loss": value}
+            for k, value in zip(candidates, losses, strict=True)
+        ]
 
     # Checkpoints
 
@@ -838,7 +1208,8 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
             "prior_mean": self.prior_mean,
             "prior_precision": self.prior_precision.detach(),
             "sigma_noise": self.sigma_noise.detach(),
-            "temperature": self.temperature,
+            "temperature": float(self.temperature),
+            "complement": self.complement.value,
             "enable_backprop": self.enable_backprop,
             "directions": self.basis.directions,
             "eigenvalues": self.basis.eigenvalues,
@@ -873,6 +1244,7 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         self.prior_precision = state_dict["prior_precision"]
         self.sigma_noise = state_dict["sigma_noise"]
         self.temperature = state_dict["temperature"]
+        self.complement = state_dict["complement"]
         self.enable_backprop = state_dict["enable_backprop"]
         self.seed = state_dict["seed"]
         linearizer = self._linearizer
@@ -927,7 +1299,7 @@ class ELLALLLaplace(ELLALaplace):
         name of the last layer; found by a forward pass at `fit` if None
     """
 
-    # key to map to correct subclass of BaseLaplace, (subset of weights, Hessian structure)
+    # how Laplace(..., subset_of_weights, hessian_structure) finds this class
     _key = ("last_layer", "nystrom")
 
     def __init__(

@@ -56,9 +56,7 @@ def by_forward(
     def push(tangents: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         return jvp(lambda *p: fn(p, x), params, tangents)
 
-    return vmap(push, out_dims=(None, -1), randomness="same")(
-        _tangents(fn, directions)
-    )
+    return vmap(push, out_dims=(None, -1), randomness="same")(_tangents(fn, directions))
 
 
 def by_forward_loop(

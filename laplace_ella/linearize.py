@@ -176,6 +176,26 @@ class Linearizer:
         f, phi = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return f, phi
 
+    def features_and_kernel(
+        self,
+        x: Any,
+        directions: torch.Tensor,
+        weights: torch.Tensor | None,
+        create_graph: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """f (B, C), J diag(w) V (B, C, K) and J diag(w) Jᵀ (B, C, C), by reverse mode.
+
+        Weights None stand for ones.
+        """
+        size = batch_size(x, self.dict_key_x)
+        parts = []
+        for part in chunks(size, self._rows_at_once(rows_per_example=self.n_outputs)):
+            f, J = self.jacobian(take(x, part, size), create_graph)
+            weighted = J if weights is None else J * weights.to(J)
+            parts.append((f, weighted @ directions.T.to(J), weighted @ J.mT))
+        f, phi, kernel = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return f, phi, kernel
+
     def _feature_function(
         self,
         mode: FeatureMode,

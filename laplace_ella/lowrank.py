@@ -2,7 +2,11 @@
 
 ELLA is a Laplace posterior on the subspace θ = θ̂ + Vz (Deng et al. 2022, Eq. 8 in
 weight space): z ~ N(0, G⁻¹) with G = f·H + VᵀDV, where f = 1/(σ²T), D the diagonal
-prior precision.
+prior precision. Where the complement of the subspace is kept at the prior, the
+covariance of all weights is Σ = (D + f·VHVᵀ)⁻¹; with VᵀD⁻¹V = RᵀR and the whitened
+directions Q = D^{-1/2}VR⁻¹ it is
+
+    Σ = D^{-1/2} [ (I − QQᵀ) + Q(I + f·RHRᵀ)⁻¹Qᵀ ] D^{-1/2}.
 """
 
 from __future__ import annotations
@@ -14,7 +18,14 @@ import torch
 from laplace_ella._batch import has_values
 from laplace_ella._errors import NumericalWarning
 
-__all__ = ["cholesky", "inverse_root", "layer_grams", "log_det", "project_prior"]
+__all__ = [
+    "cholesky",
+    "inverse_root",
+    "layer_grams",
+    "log_det",
+    "project_prior",
+    "whiten",
+]
 
 
 def project_prior(vectors: torch.Tensor, prior: torch.Tensor) -> torch.Tensor:
@@ -76,3 +87,12 @@ def layer_grams(vectors: torch.Tensor, numels: list[int]) -> torch.Tensor:
     """V_lᵀV_l of every parameter l, `(L, K, K)` float64, for layerwise priors."""
     pieces = vectors.split(numels, dim=1)
     return torch.stack([v.double() @ v.double().T for v in pieces])
+
+
+def whiten(
+    H: torch.Tensor, factor: torch.Tensor, S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """R and T = I + f·RHRᵀ for S = VᵀD⁻¹V = RᵀR, all `(K, K)`."""
+    R = cholesky(S).mT
+    eye = torch.eye(len(S), dtype=S.dtype, device=S.device)
+    return R, eye + factor * (R @ H @ R.mT)

@@ -14,7 +14,7 @@ import torch
 from laplace_ella._batch import chunks, has_values
 from laplace_ella._errors import RankWarning
 
-__all__ = ["NystromBasis", "StreamingRows", "basis_from_rows"]
+__all__ = ["NystromBasis", "basis_from_rows"]
 
 #: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
 #: more accurate than the Gram matrix because it does not square the condition number.
@@ -154,9 +154,7 @@ def _by_gram(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def gram(rows: torch.Tensor) -> torch.Tensor:
     """J̃J̃ᵀ (M, M): products in the rows' dtype, accumulated in float64."""
-    total = torch.zeros(
-        len(rows), len(rows), dtype=torch.float64, device=rows.device
-    )
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
     for part in chunks(rows.shape[1], GRAM_WIDTH):
         block = rows[:, part]
         total += block @ block.T
@@ -174,7 +172,8 @@ def orthonormalize(directions: torch.Tensor) -> torch.Tensor:
     if info.any():
         return torch.linalg.qr(directions.double().T)[0].T.to(directions.dtype)
     inverse = torch.linalg.solve_triangular(
-        factor, torch.eye(len(factor), dtype=factor.dtype, device=factor.device),
+        factor,
+        torch.eye(len(factor), dtype=factor.dtype, device=factor.device),
         upper=False,
     )
     return inverse.to(directions.dtype) @ directions

@@ -1,94 +1,124 @@
-"""Predictive distributions from the mean f_mu (B, C) and a factor A (B, C, R).
+"""Predictive distributions of B inputs from a low-rank Gaussian over functions.
 
-The function-space covariance is f_var = AAᵀ. Every link needs only A: the C×C
-matrix is formed where the caller asks for it, and nowhere else.
+f_var = AAᵀ (+ a residual where the complement of the subspace is kept). Every link
+needs row norms, row sums or samples of it: the C×C matrix is formed where the caller
+asks for it, and nowhere else.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from laplace.utils.enums import LinkApprox
 
 from laplace_ella._batch import chunks
 
-__all__ = ["bridge", "class_probabilities", "covariance", "draw", "probit", "variance"]
+__all__ = ["FunctionValues", "bridge", "class_probabilities", "draw", "probit"]
 
 #: Floats that one chunk of Monte-Carlo samples may hold.
 SAMPLE_BUDGET = 2**24
 
 
-def variance(A: torch.Tensor) -> torch.Tensor:
-    """Marginal variances (B, C): the squared row norms of A."""
-    return A.square().sum(-1)
+@dataclass(frozen=True)
+class FunctionValues:
+    """Gaussian over the function values at B inputs.
+
+    Attributes
+    ----------
+    mean : torch.Tensor
+        `(B, C)`
+    factor : torch.Tensor
+        A `(B, C, K)`
+    residual : torch.Tensor, optional
+        `(B, C, C)`, positive semi-definite; the covariance is AAᵀ + residual
+    """
+
+    mean: torch.Tensor
+    factor: torch.Tensor
+    residual: torch.Tensor | None = None
+
+    def variance(self) -> torch.Tensor:
+        """Marginal variances `(B, C)`."""
+        variance = self.factor.square().sum(-1)
+        if self.residual is not None:
+            variance = variance + self.residual.diagonal(dim1=-2, dim2=-1)
+        return variance
+
+    def covariance(self) -> torch.Tensor:
+        """f_var `(B, C, C)`."""
+        covariance = self.factor @ self.factor.mT
+        return covariance if self.residual is None else covariance + self.residual
+
+    def row_sums(self) -> torch.Tensor:
+        """f_var · 1 `(B, C)`, as A(Aᵀ1)."""
+        sums = (self.factor @ self.factor.sum(1).unsqueeze(-1)).squeeze(-1)
+        return sums if self.residual is None else sums + self.residual.sum(-1)
+
+    def root(self) -> torch.Tensor:
+        """R `(B, C, ...)` with RRᵀ = f_var."""
+        if self.residual is None:
+            return self.factor
+        return torch.cat([self.factor, psd_root(self.residual)], dim=-1)
 
 
-def covariance(A: torch.Tensor, joint: bool = False) -> torch.Tensor:
-    """f_var `(B, C, C)`, or `(B·C, B·C)` over all inputs jointly."""
-    A = A.flatten(0, 1) if joint else A
-    return A @ A.mT
+def psd_root(matrix: torch.Tensor) -> torch.Tensor:
+    """A root of positive semi-definite matrices that may be singular."""
+    eigenvalues, Q = torch.linalg.eigh(matrix.double())
+    return (Q * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).to(matrix.dtype)
 
 
 def draw(
-    f_mu: torch.Tensor,
-    A: torch.Tensor,
+    f: FunctionValues,
     n_samples: int,
     generator: torch.Generator | None,
     diagonal_output: bool = False,
-    joint: bool = False,
 ) -> torch.Tensor:
-    """Samples f = f_mu + Aε of the function values, `(S, B, C)`.
+    """Samples `(S, B, C)`, independent between inputs.
 
-    Parameters
-    ----------
-    diagonal_output : bool
-        sample the outputs independently, with their marginal variances
-    joint : bool
-        one ε for all inputs: each sample is one function, seen at B inputs
+    `diagonal_output` samples the outputs independently, by their marginal variances.
     """
-    B, C, R = A.shape
+    B, C = f.mean.shape
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(
-            *shape, generator=generator, dtype=A.dtype, device=A.device
+            *shape, generator=generator, dtype=f.mean.dtype, device=f.mean.device
         )
 
     if diagonal_output:
-        return f_mu + variance(A).sqrt() * noise(n_samples, B, C)
-    if joint:
-        return f_mu + torch.einsum("bcr,sr->sbc", A, noise(n_samples, R))
+        return f.mean + f.variance().sqrt() * noise(n_samples, B, C)
+    root = f.root()
     # (B, C, R) @ (B, R, S) → (B, C, S): one batched product for all samples
-    return f_mu + (A @ noise(B, R, n_samples)).permute(2, 0, 1)
+    return f.mean + (root @ noise(B, root.shape[-1], n_samples)).permute(2, 0, 1)
 
 
-def probit(f_mu: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+def probit(f: FunctionValues) -> torch.Tensor:
     """Multi-class probit approximation: logits scaled by 1/√(1 + π/8·var)."""
-    kappa = torch.rsqrt(1 + math.pi / 8 * variance(A))
-    return torch.softmax(kappa * f_mu, dim=-1)
+    kappa = torch.rsqrt(1 + math.pi / 8 * f.variance())
+    return torch.softmax(kappa * f.mean, dim=-1)
 
 
-def bridge(f_mu: torch.Tensor, A: torch.Tensor, normalize: bool) -> torch.Tensor:
+def bridge(f: FunctionValues, normalize: bool) -> torch.Tensor:
     """Laplace bridge to a Dirichlet; `normalize` corrects the variance first."""
-    C = f_mu.shape[-1]
-    tiny = torch.finfo(A.dtype).tiny
-    # Condition on Σ_c f_c = 0, from row sums of f_var = AAᵀ alone.
-    rows = (A @ A.sum(1).unsqueeze(-1)).squeeze(-1)  # (B, C) = f_var · 1
+    C = f.mean.shape[-1]
+    tiny = torch.finfo(f.mean.dtype).tiny
+    # Condition on Σ_c f_c = 0, from row sums of f_var alone.
+    rows = f.row_sums()  # (B, C)
     total = rows.sum(-1, keepdim=True).clamp_min(tiny)
-    f_mu = f_mu - rows * f_mu.sum(-1, keepdim=True) / total
-    var = (variance(A) - rows.square() / total).clamp_min(tiny)
+    mean = f.mean - rows * f.mean.sum(-1, keepdim=True) / total
+    var = (f.variance() - rows.square() / total).clamp_min(tiny)
     if normalize:
         c = var.mean(-1, keepdim=True) / math.sqrt(C / 2)
-        f_mu, var = f_mu / c.sqrt(), var / c
+        mean, var = mean / c.sqrt(), var / c
     # α = (1 − 2/C + e^f Σ_j e^{-f_j} / C²) / var, in logarithms: e^f may overflow
-    log_ratio = f_mu + torch.logsumexp(-f_mu, -1, keepdim=True) - 2 * math.log(C)
+    log_ratio = mean + torch.logsumexp(-mean, -1, keepdim=True) - 2 * math.log(C)
     offset = torch.full_like(log_ratio, max(1 - 2 / C, 0.0)).log()
     return torch.softmax(torch.logaddexp(offset, log_ratio) - var.log(), dim=-1)
 
 
 def class_probabilities(
-    f_mu: torch.Tensor,
-    A: torch.Tensor,
+    f: FunctionValues,
     link_approx: LinkApprox | str,
     n_samples: int = 100,
     diagonal_output: bool = False,
@@ -96,18 +126,19 @@ def class_probabilities(
 ) -> torch.Tensor:
     """Class probabilities (B, C) by one of Laplace's links."""
     if link_approx == LinkApprox.PROBIT:
-        return probit(f_mu, A)
+        return probit(f)
     if link_approx in (LinkApprox.BRIDGE, LinkApprox.BRIDGE_NORM):
-        return bridge(f_mu, A, normalize=link_approx == LinkApprox.BRIDGE_NORM)
+        return bridge(f, normalize=link_approx == LinkApprox.BRIDGE_NORM)
     if link_approx != LinkApprox.MC:
         raise ValueError(
             f"link_approx must be one of {[link.value for link in LinkApprox]}, "
             f"got {link_approx!r}."
         )
-    total = torch.zeros_like(f_mu)
-    per_sample = A.shape[0] * max(A.shape[1:])
+    if not diagonal_output:  # the root is taken once for all chunks
+        f = FunctionValues(f.mean, f.root())
+    total = torch.zeros_like(f.mean)
+    per_sample = f.mean.shape[0] * max(f.factor.shape[1:])
     for part in chunks(n_samples, SAMPLE_BUDGET // max(1, per_sample)):
-        n = part.stop - part.start
-        samples = draw(f_mu, A, n, generator, diagonal_output)
+        samples = draw(f, part.stop - part.start, generator, diagonal_output)
         total = total + torch.softmax(samples, dim=-1).sum(0)
     return total / n_samples

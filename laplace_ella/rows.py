@@ -108,7 +108,7 @@ def _batched_leaves(x: Any, size: int) -> list[torch.Tensor]:
 
 
 def _rebuild(x: Any, size: int, leaves: list[torch.Tensor]) -> Any:
-    """`x` with its batched tensors replaced by `leaves`, as `_batched_leaves` orders."""
+    """`x` with its batched tensors replaced, in the order of `_batched_leaves`."""
     remaining = iter(leaves)
 
     def replace(value: Any) -> Any:

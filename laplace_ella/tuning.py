@@ -1,90 +1,59 @@
-"""Choosing hyperparameters on validation data whose features are computed once."""
+"""Choosing prior, temperature, noise and rank from one fit.
+
+Every search here works on immutable posteriors and cached features: a candidate costs
+a K×K factorisation and small products, and an exception leaves the fit as it was.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torchmetrics
-from laplace.utils.enums import LinkApprox, PredType
+from laplace.utils.enums import LinkApprox
 from laplace.utils.metrics import RunningNLLMetric
+from scipy.optimize import minimize, minimize_scalar
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from laplace_ella import likelihood
+from laplace_ella import likelihood, predictive
 from laplace_ella._batch import split_batch
+from laplace_ella.cache import FeatureCache
+from laplace_ella.posterior import SubspacePosterior
 
 if TYPE_CHECKING:
     from laplace_ella.ella import ELLALaplace
 
-__all__ = ["FeatureCache", "gaussian_nll", "grid_search", "score"]
+__all__ = [
+    "Validator",
+    "gaussian_nll",
+    "prior_precision_from_weight_decay",
+    "score",
+]
 
 Loss = torchmetrics.Metric | Callable[..., torch.Tensor | float]
 
 
-@dataclass(frozen=True)
-class FeatureCache:
-    """Outputs, features and targets of a data set, computed once.
+def prior_precision_from_weight_decay(weight_decay: float, n_data: int) -> float:
+    """The Gaussian prior that weight decay γ stood for: 1/σ0² = Nγ.
 
-    They depend on neither prior, noise, temperature nor link, and the features of a
-    lower rank k are the first k columns. Studies of all of these cost no further pass
-    through the network.
+    Training minimised the mean loss over N data plus γ/2·‖θ‖². Times N that is the
+    negative log posterior with prior precision Nγ (Deng et al. 2022, Sec. 5.1).
 
-    Attributes
-    ----------
-    f_mu : torch.Tensor
-        `(N, C)`
-    phi : torch.Tensor
-        `(N, C, K)`
-    targets : torch.Tensor
-        `(N, ...)`
+    Examples
+    --------
+    >>> prior_precision_from_weight_decay(1e-4, 50_000)
+    5.0
     """
-
-    f_mu: torch.Tensor
-    phi: torch.Tensor
-    targets: torch.Tensor
-
-    @classmethod
-    def from_loader(
-        cls, la: ELLALaplace, loader: DataLoader, progress_bar: bool = False
-    ) -> FeatureCache:
-        """Compute the features of every example of a loader."""
-        f_mu, phi, targets = [], [], []
-        with la._undisturbed(loader):
-            for x, y in la._batches(loader, "[Features]", progress_bar):
-                f, p = la._linearize(x, la.basis)
-                f_mu.append(f)
-                phi.append(p)
-                targets.append(likelihood.check_targets(f, y, la.likelihood))
-        if not f_mu:
-            raise ValueError("The loader yielded no batch; there is nothing to cache.")
-        return cls(torch.cat(f_mu), torch.cat(phi), torch.cat(targets).to(la._device))
-
-    def __len__(self) -> int:
-        return len(self.f_mu)
-
-    def truncate(self, rank: int) -> FeatureCache:
-        """The features of the first `rank` directions."""
-        return FeatureCache(self.f_mu, self.phi[..., :rank], self.targets)
-
-    def batches(self, size: int = 1024) -> Iterator[FeatureCache]:
-        """The cache in pieces, for link functions that need memory."""
-        for part in zip(*(t.split(size) for t in vars(self).values()), strict=True):
-            yield FeatureCache(*part)
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write to a file that `load` reads, on any device."""
-        torch.save(vars(self), path)
-
-    @classmethod
-    def load(
-        cls, path: str | PathLike[str], device: torch.device | str = "cpu"
-    ) -> FeatureCache:
-        """Read what `save` wrote."""
-        return cls(**torch.load(path, map_location=device, weights_only=True))
+    if weight_decay <= 0 or n_data < 1:
+        raise ValueError(
+            "weight_decay must be positive and n_data at least 1, got "
+            f"{weight_decay} and {n_data}."
+        )
+    return weight_decay * n_data
 
 
 def gaussian_nll(
@@ -96,15 +65,9 @@ def gaussian_nll(
     """
     if f_var.ndim == 3:
         f_var = f_var.diagonal(dim1=-2, dim2=-1)
-    normal = torch.distributions.Normal(f_mu, (f_var + sigma_noise**2).sqrt())
-    return -normal.log_prob(y).sum(-1).mean()
-
-
-def default_loss(la: ELLALaplace) -> Loss:
-    """Negative log likelihood of whatever the likelihood is."""
-    if likelihood.is_regression(la.likelihood):
-        return lambda mean, var, y: gaussian_nll(mean, var, y, la.sigma_noise)
-    return RunningNLLMetric().to(la._device)
+    variance = f_var + sigma_noise**2
+    nll = (y - f_mu).square() / variance + variance.log() + np.log(2 * np.pi)
+    return 0.5 * nll.sum(-1).mean()
 
 
 def score(outputs: Iterator[tuple[Any, torch.Tensor]], loss: Loss) -> float:
@@ -124,70 +87,239 @@ def score(outputs: Iterator[tuple[Any, torch.Tensor]], loss: Loss) -> float:
         if metric is None:
             collected.append((*parts, y))
             continue
+        metric = metric.to(y.device)
         try:
             metric.update(*parts, y)
         except TypeError:
             metric.update(parts[0], y)
     if metric is not None:
         # some metrics give one value an output
-        return float(torch.as_tensor(metric.compute()).sum())
-    return float(loss(*(torch.cat(tensors) for tensors in zip(*collected, strict=True))))
+        return _to_float(torch.as_tensor(metric.compute()).sum())
+    tensors = (torch.cat(parts) for parts in zip(*collected, strict=True))
+    return _to_float(loss(*tensors))
 
 
-def grid_search(
-    la: ELLALaplace,
-    grid: torch.Tensor,
-    val_loader: DataLoader,
-    loss: Loss | None,
-    pred_type: PredType,
-    link_approx: LinkApprox,
-    n_samples: int,
-    progress_bar: bool,
-) -> torch.Tensor:
-    """The prior precision of the grid with the lowest loss on validation data.
+def _to_float(value: torch.Tensor | float) -> float:
+    value = float(value)
+    return float("inf") if np.isnan(value) else value
 
-    Every candidate sees the same Monte-Carlo draws, so that they are compared by what
-    differs. Sets `la.prior_precision` on the way.
+
+@dataclass(frozen=True)
+class Validator:
+    """The loss of any posterior on one validation set.
+
+    Monte-Carlo links draw the same numbers for every posterior, so that candidates are
+    compared by what differs, and the loss is a smooth function of them.
     """
-    loss = default_loss(la) if loss is None else loss
-    if not callable(loss):
+
+    cache: FeatureCache
+    loss: Loss
+    regression: bool
+    link_approx: LinkApprox | str
+    n_samples: int
+    fresh_generator: Callable[[], torch.Generator | None]
+
+    @classmethod
+    def for_laplace(
+        cls,
+        la: ELLALaplace,
+        val_loader: DataLoader | FeatureCache,
+        loss: Loss | None = None,
+        link_approx: LinkApprox | str = LinkApprox.MC,
+        n_samples: int = 512,
+        progress_bar: bool = False,
+        posterior: SubspacePosterior | None = None,
+    ) -> Validator:
+        """Compute the features of the validation data, unless they are there."""
+        check_loss(loss)
+        if isinstance(val_loader, FeatureCache):
+            cache = val_loader
+        elif val_loader is None:
+            raise ValueError(
+                "This search compares predictions on validation data: pass val_loader=."
+            )
+        else:
+            cache = FeatureCache.from_loader(la, val_loader, progress_bar, posterior)
+        return cls(
+            cache,
+            default_loss(la) if loss is None else loss,
+            likelihood.is_regression(la.likelihood),
+            link_approx,
+            n_samples,
+            la._fresh_generator,
+        )
+
+    @torch.no_grad()
+    def __call__(self, posterior: SubspacePosterior) -> float:
+        generator = self.fresh_generator()
+
+        def predictions() -> Iterator[tuple[Any, torch.Tensor]]:
+            for part in self.cache.truncate(posterior.basis.rank).batches():
+                values = posterior.function_values(part.f_mu, part.phi, part.kernel)
+                if self.regression:
+                    yield (values.mean, values.covariance()), part.targets
+                    continue
+                probabilities = predictive.class_probabilities(
+                    values, self.link_approx, self.n_samples, generator=generator
+                )
+                yield probabilities, part.targets
+
+        return score(predictions(), self.loss)
+
+
+def default_loss(la: ELLALaplace) -> Loss:
+    """Negative log likelihood of whatever the likelihood is."""
+    if likelihood.is_regression(la.likelihood):
+        return lambda mean, var, y: gaussian_nll(mean, var, y, la.sigma_noise)
+    return RunningNLLMetric()
+
+
+def check_loss(loss: Any) -> None:
+    if loss is not None and not callable(loss):
         raise TypeError(
             "loss must be a torchmetrics.Metric or a callable, got "
             f"{type(loss).__name__}."
         )
-    regression = likelihood.is_regression(la.likelihood)
-    cache = None
-    if pred_type != PredType.NN:
-        cache = FeatureCache.from_loader(la, val_loader, progress_bar)
+
+
+def search_prior(
+    posterior: SubspacePosterior,
+    grid: torch.Tensor,
+    validator: Validator,
+    progress_bar: bool = False,
+) -> torch.Tensor:
+    """The scalar prior precision of the grid with the lowest validation loss."""
+
+    def loss(prior: torch.Tensor) -> float:
+        return validator(posterior.with_(prior=prior.reshape(1).to(posterior.H)))
+
+    return _argmin(grid, loss, progress_bar)
+
+
+def search_prior_by_sampling(
+    la: ELLALaplace,
+    grid: torch.Tensor,
+    val_loader: DataLoader,
+    loss: Loss | None,
+    n_samples: int,
+    progress_bar: bool = False,
+) -> torch.Tensor:
+    """The same for predictions with sampled weights, which no features shorten."""
+    check_loss(loss)
+    loss = default_loss(la) if loss is None else loss
 
     def predictions() -> Iterator[tuple[Any, torch.Tensor]]:
-        if cache is None:
-            for batch in val_loader:
-                x, y = split_batch(batch, la.dict_key_y)
-                yield (
-                    la(x, "nn", link_approx="mc", n_samples=n_samples, fitting=True),
-                    y.to(la._device),
-                )
-            return
-        for part in cache.batches():
-            prediction = la.predict_from_features(
-                part.f_mu,
-                part.phi,
-                link_approx=link_approx,
-                n_samples=n_samples,
-                regression=regression,
-            )
-            yield prediction, part.targets
+        for batch in val_loader:
+            x, y = split_batch(batch, la.dict_key_y)
+            output = la(x, "nn", link_approx="mc", n_samples=n_samples, fitting=True)
+            yield output, y.to(la._device)
 
-    losses = []
-    bar = tqdm(grid.to(la._device), disable=not progress_bar)
+    def evaluate(prior: torch.Tensor) -> float:
+        la.prior_precision = prior
+        return score(predictions(), loss)
+
     with la._undisturbed(val_loader):
-        for prior_precision in bar:
-            la.prior_precision = prior_precision
-            losses.append(score(predictions(), loss))
+        return _argmin(grid, evaluate, progress_bar)
+
+
+def _argmin(
+    grid: torch.Tensor, loss: Callable[[torch.Tensor], float], progress_bar: bool
+) -> torch.Tensor:
+    losses = []
+    bar = tqdm(grid, disable=not progress_bar)
+    for candidate in bar:
+        losses.append(loss(candidate))
+        if progress_bar:
             bar.set_description(
-                f"[Grid search | prior_prec: {prior_precision:.3e}, "
-                f"loss: {losses[-1]:.3f}]"
+                f"[Grid search | prior_prec: {candidate:.3e}, loss: {losses[-1]:.3f}]"
             )
-    values = torch.tensor(losses).nan_to_num(nan=float("inf"))
-    return grid[int(values.argmin())]
+    return grid[int(np.argmin(losses))]
+
+
+def search_temperature(
+    posterior: SubspacePosterior, n_data: int, validator: Validator
+) -> float:
+    """The factor t by which to divide the likelihood's curvature.
+
+    A coarse logarithmic grid brackets the minimum, Brent's method refines it.
+    """
+
+    def loss(log_t: float) -> float:
+        return validator(posterior.with_(factor=posterior.factor / 10**log_t))
+
+    grid = np.linspace(-2, max(np.log10(n_data), 0) + 1, 25)
+    losses = [loss(log_t) for log_t in grid]
+    best = int(np.argmin(losses))
+    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+    refined = minimize_scalar(
+        loss, bounds=(low, high), method="bounded", options={"xatol": 1e-3}
+    )
+    log_t = refined.x if refined.fun < losses[best] else grid[best]
+    return float(10**log_t)
+
+
+def search_temperature_and_prior(
+    posterior: SubspacePosterior,
+    n_data: int,
+    validator: Validator,
+    log_prior_range: tuple[float, float],
+) -> tuple[float, float]:
+    """Factor t and scalar prior precision together: a coarse grid, then a simplex."""
+
+    def loss(point: np.ndarray) -> float:
+        log_t, log_prior = point
+        prior = torch.full_like(posterior.H[0, :1], 10**log_prior)
+        factor = posterior.factor / 10**log_t
+        return validator(posterior.with_(factor=factor, prior=prior))
+
+    times = np.linspace(-2, max(np.log10(n_data), 0) + 1, 13)
+    priors = np.linspace(*log_prior_range, 13)
+    points = [np.array([t, p]) for t in times for p in priors]
+    start = min(points, key=loss)
+    # A first simplex of one grid step, whatever the size of the start.
+    steps = np.array([times[1] - times[0], priors[1] - priors[0]]) / 2
+    simplex = start + np.vstack([np.zeros(2), np.diag(steps)])
+    refined = minimize(
+        loss,
+        start,
+        method="Nelder-Mead",
+        options={"initial_simplex": simplex, "xatol": 1e-2, "fatol": 1e-6},
+    )
+    log_t, log_prior = refined.x
+    return float(10**log_t), float(10**log_prior)
+
+
+def maximize_evidence(
+    la: ELLALaplace, n_steps: int, lr: float, tune_prior: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sigma_noise and prior precision that maximise the evidence, by Adam on their
+    logarithms, from their current values."""
+    log_sigma = la.sigma_noise.detach().log().requires_grad_()
+    log_prior = la.prior_precision.detach().log().requires_grad_(tune_prior)
+    optimizer = torch.optim.Adam([log_sigma] + [log_prior] * tune_prior, lr=lr)
+    with torch.enable_grad():
+        for _ in range(n_steps):
+            optimizer.zero_grad()
+            loss = -la.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())
+            loss.backward()
+            optimizer.step()
+    return log_sigma.detach().exp(), log_prior.detach().exp()
+
+
+def rank_by_evidence(posterior: SubspacePosterior, share: float) -> int:
+    """The smallest rank whose log determinant ratio has reached a share of rank K's.
+
+    At fixed θ̂ every direction can only add to the Occam factor, so that the evidence
+    falls with k and its maximum says nothing; where it levels off does: the directions
+    beyond are ones the data say nothing about.
+    """
+    ratios = posterior.log_det_ratios()
+    return int((ratios < share * ratios[-1]).sum()) + 1
+
+
+def rank_by_validation(
+    posterior: SubspacePosterior, ranks: list[int], validator: Validator
+) -> tuple[int, list[float]]:
+    """The rank with the lowest validation loss, and all the losses."""
+    losses = [validator(posterior.truncate(k)) for k in ranks]
+    return ranks[int(np.argmin(losses))], losses
