@@ -7,6 +7,7 @@ from laplace_ella._errors import NotFittedError, NumericalWarning, RankWarning
 from laplace_ella.cache import FeatureCache
 from laplace_ella.ella import ELLALaplace, ELLALLLaplace
 from laplace_ella.features import FeatureMode
+from laplace_ella.memory import InsufficientMemoryError, MemoryEstimate
 from laplace_ella.nystrom import NystromBasis
 from laplace_ella.posterior import Complement, SubspacePosterior
 from laplace_ella.rows import RowMode
@@ -28,9 +29,11 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "prior_precision_from_weight_decay",
     # Their parts
     "FeatureCache",
+    "MemoryEstimate",
     "NystromBasis",
     "SubspacePosterior",
     # Errors and warnings
+    "InsufficientMemoryError",
     "NotFittedError",
     "NumericalWarning",
     "RankWarning",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -73,14 +74,24 @@ def _resident_bytes() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def _release_freed_memory() -> None:
+    """Return freed memory to the system, so that growth shows what is in use."""
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, TypeError, AttributeError):
+        pass  # not glibc: the peak is then a lower bound
+
+
 class Stopwatch:
     """Wall-clock seconds and peak memory of a block.
 
     On CUDA the peak is the allocator's own (`torch.cuda.max_memory_allocated`), above
     what was allocated at the start. On the CPU a thread samples the resident set size
-    every 5 ms and reports its growth: memory that the allocator had kept from before
-    and uses again does not count, and a shorter spike can be missed. `peak_bytes` is
-    None where the system reports neither (macOS and Windows without CUDA).
+    every 5 ms and reports its growth: a shorter spike can be missed, and memory that
+    the allocator kept from before and uses again does not count (with glibc, what was
+    freed is given back first). `peak_bytes` is None where the system reports neither
+    (macOS and Windows without CUDA).
 
     >>> with Stopwatch(torch.device("cpu")) as watch:
     ...     _ = torch.ones(8).sum()
@@ -94,7 +105,7 @@ class Stopwatch:
         self.peak_bytes: int | None = None
 
     def __enter__(self) -> Stopwatch:
-        gc.collect()
+        _release_freed_memory()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)

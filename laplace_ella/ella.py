@@ -6,7 +6,10 @@ pure functions of the other modules.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -32,19 +35,34 @@ from tqdm.auto import tqdm
 
 from laplace_ella import _sampling, likelihood, predictive, tuning
 from laplace_ella._batch import batch_size, has_values, split_batch, to_device
-from laplace_ella._errors import NotFittedError
+from laplace_ella._errors import NotFittedError, RankWarning
 from laplace_ella._fingerprint import differences, fingerprint
 from laplace_ella._functional import ModelFunction, unwrap
 from laplace_ella._preserve import evaluation_mode, random_states
 from laplace_ella.cache import FeatureCache
 from laplace_ella.features import FeatureMode
 from laplace_ella.linearize import Linearizer
-from laplace_ella.nystrom import NystromBasis, basis_from_rows
+from laplace_ella.memory import (
+    MemoryEstimate,
+    activation_bytes,
+    budget_of,
+    parse_bytes,
+    sketch_sizes,
+)
+from laplace_ella.memory import check as check_memory
+from laplace_ella.memory import estimate as estimate_memory
+from laplace_ella.nystrom import NystromBasis, RowSketch
 from laplace_ella.posterior import Complement, SubspacePosterior
 from laplace_ella.rows import RowMode, row_dtype
 from laplace_ella.stopping import EarlyStopping
 
 __all__ = ["ELLALLLaplace", "ELLALaplace"]
+
+logger = logging.getLogger("laplace_ella")
+
+#: n_eigenvalues="auto": directions until this share of the trace, at most so many.
+AUTO_ENERGY = 0.9
+AUTO_MAX_RANK = 128
 
 
 @dataclass(frozen=True)
@@ -62,11 +80,11 @@ class _Sums:
         return cls(H, H.new_zeros(()), 0, 0)
 
     def add(
-        self, f: torch.Tensor, phi: torch.Tensor, y: torch.Tensor, lik: Any
+        self, f: torch.Tensor, psi: torch.Tensor, y: torch.Tensor, lik: Any
     ) -> _Sums:
-        """The sums with further outputs (B, C), features (B, C, K) and targets."""
+        """The sums with further outputs (B, C), curvature roots (B, C, K), targets."""
         return _Sums(
-            self.H + likelihood.curvature(f, phi, lik),
+            self.H + torch.einsum("bck,bcl->kl", psi, psi),
             self.loss + likelihood.loss(f, y, lik),
             self.n_data + len(f),
             f.shape[-1],
@@ -93,8 +111,9 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
     subsample_size : int, default=2000
         M, the number of gradients from which the directions are computed; every
         (example, output) pair is used once if there are fewer
-    n_eigenvalues : int, default=20
-        K, the number of directions
+    n_eigenvalues : int or "auto", default=20
+        K, the number of directions; "auto" takes as many as hold 90 % of the sampled
+        gradients' energy, at most 128
     seed : int, default=1234
         of the sampled pairs and of Monte-Carlo predictions without a generator; torch's
         global random state is neither read nor changed
@@ -107,8 +126,20 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
     complement : Complement or str, default="drop"
         what becomes of the directions outside the basis, see `Complement`; may be
         changed after the fit
+    stochastic : bool or int, default=False
+        estimate the curvature from targets sampled from the model, so many an example:
+        one backward pass each, however many outputs and directions there are
     chunk_size : int, optional
         examples that are differentiated at once; chosen automatically
+    memory_budget : int or str, optional
+        bytes, or a text like "8 GB", that a fit may use; by default 70 % of what is
+        free. Sampled gradients that do not fit are summarised as they come, see
+        `RowSketch`; `estimate_memory` tells beforehand
+    basis_dtype, basis_device : optional
+        where and how precisely the directions are kept, for example torch.bfloat16 or
+        "cpu" beside a model on a GPU
+    compile : bool or dict, default=False
+        compile the forward-mode pass with `torch.compile`, with these arguments
 
     Attributes
     ----------
@@ -154,18 +185,32 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         asdl_fisher_kwargs: dict[str, Any] | None = None,
         *,
         subsample_size: int = 2000,
-        n_eigenvalues: int = 20,
+        n_eigenvalues: int | str = 20,
         seed: int = 1234,
         balanced: bool = False,
         feature_mode: FeatureMode | str = FeatureMode.AUTO,
         row_mode: RowMode | str = RowMode.AUTO,
         complement: Complement | str = Complement.DROP,
+        stochastic: bool | int = False,
         chunk_size: int | None = None,
+        memory_budget: int | float | str | None = None,
+        basis_dtype: torch.dtype | None = None,
+        basis_device: torch.device | str | None = None,
+        compile: bool | dict[str, Any] = False,
     ) -> None:
         self.subsample_size = _positive_int("subsample_size", subsample_size)
-        self.n_eigenvalues = _positive_int("n_eigenvalues", n_eigenvalues)
-        if chunk_size is not None:
-            _positive_int("chunk_size", chunk_size)
+        self.n_eigenvalues = n_eigenvalues
+        if n_eigenvalues != "auto":
+            self.n_eigenvalues = _positive_int("n_eigenvalues", n_eigenvalues)
+        for name, value in (("chunk_size", chunk_size), ("stochastic", stochastic)):
+            if value not in (None, False, True):
+                _positive_int(name, value)
+        if memory_budget is not None:
+            parse_bytes(memory_budget)
+        self.stochastic = stochastic
+        self.memory_budget = memory_budget
+        self.basis_dtype = basis_dtype
+        self.basis_device = None if basis_device is None else torch.device(basis_device)
         self.seed = seed
         self.balanced = balanced
         self.basis: NystromBasis | None = None
@@ -199,6 +244,7 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
             feature_mode,
             row_mode,
             chunk_size,
+            compile,
         )
 
     @staticmethod
@@ -270,12 +316,8 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
     # Fitting
 
     def _init_H(self) -> None:
-        self.H = torch.zeros(
-            self.n_eigenvalues,
-            self.n_eigenvalues,
-            device=self._device,
-            dtype=torch.float64,
-        )
+        rank = 0 if self.n_eigenvalues == "auto" else self.n_eigenvalues
+        self.H = torch.zeros(rank, rank, device=self._device, dtype=torch.float64)
 
     @property
     def rank(self) -> int:
@@ -407,39 +449,95 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
             np.random.default_rng(self.seed),
             labels,
         )
-        used, where = np.unique(examples, return_inverse=True)
-        rows = torch.empty(
-            len(examples),
+        memory = self._estimate(len(examples))
+        check_memory(memory, self._device)
+        logger.info("basis: %s\n%s", memory.method, memory)
+        capacity, keep = sketch_sizes(memory, self._rank_limit)
+        sketch = RowSketch(
             self.n_params,
-            dtype=row_dtype(self._linearizer.fn),
-            device=self._device,
+            capacity,
+            keep,
+            row_dtype(self._linearizer.fn),
+            self.basis_device or self._device,
         )
-        seen, filled = 0, 0
-        finite = []
+        self._sketch_rows(loader, sketch, indices, examples, outputs, progress_bar)
+        return self._finish_basis(sketch)
+
+    def _sketch_rows(
+        self,
+        loader: Any,
+        sketch: RowSketch,
+        indices: np.ndarray,
+        examples: np.ndarray,
+        outputs: np.ndarray,
+        progress_bar: bool,
+    ) -> None:
+        """Take the gradients of the pairs, each example loaded once."""
+        used, where = np.unique(examples, return_inverse=True)
+        one_hot = torch.eye(self._linearizer.n_outputs, device=self._device)
+        seen, finite = 0, []
         sampled = _sampling.subset(loader, indices[used])
         for x, _ in self._batches(sampled, "[Sampling gradients]", progress_bar):
             size = batch_size(x, self.dict_key_x)
-            mine = np.flatnonzero((where >= seen) & (where < seen + size))
-            batch_rows = self._linearizer.rows(
+            pairs = np.flatnonzero((where >= seen) & (where < seen + size))
+            rows = self._linearizer.rows(
                 x,
-                torch.as_tensor(where[mine] - seen, device=self._device),
-                torch.as_tensor(outputs[mine], device=self._device),
+                torch.as_tensor(where[pairs] - seen, device=self._device),
+                one_hot[torch.as_tensor(outputs[pairs], device=self._device)],
             )
-            finite.append(torch.isfinite(batch_rows).all())
-            rows[filled : filled + len(mine)] = batch_rows
-            seen, filled = seen + size, filled + len(mine)
-        if filled != len(rows):
+            finite.append(torch.isfinite(rows).all())
+            sketch.add(rows.to(sketch.buffer.device))
+            seen += size
+        if sketch.n_samples != len(examples):
             raise ValueError(
                 f"The collate function returned {seen} examples for {len(used)} "
                 "indices; ELLA needs one example an index."
             )
         _check_finite(finite, "gradients", "while sampling the basis")
-        return basis_from_rows(rows, self.n_eigenvalues)
+
+    def _finish_basis(self, sketch: RowSketch) -> NystromBasis:
+        """The directions, in the dtype that was asked for."""
+        if self.n_eigenvalues != "auto":
+            basis = sketch.basis(self.n_eigenvalues)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RankWarning)
+                basis = sketch.basis(self._rank_limit)
+            basis = basis.truncate(int((basis.explained < AUTO_ENERGY).sum()) + 1)
+        if self.basis_dtype is not None:
+            directions = basis.directions.to(self.basis_dtype)
+            basis = dataclasses.replace(basis, directions=directions)
+        return basis
+
+    @property
+    def _rank_limit(self) -> int:
+        """K, or as many directions as are looked at to choose it."""
+        return AUTO_MAX_RANK if self.n_eigenvalues == "auto" else self.n_eigenvalues
+
+    def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
+        """What `fit(train_loader)` would need, from one forward pass of one example."""
+        _sampling.check_loader(train_loader)
+        with self._undisturbed(train_loader):
+            indices = _sampling.eligible_indices(train_loader)
+            n_outputs = self._count_outputs(train_loader, indices)
+        return self._estimate(min(self.subsample_size, len(indices) * n_outputs))
+
+    def _estimate(self, n_samples: int) -> MemoryEstimate:
+        linearizer = self._linearizer
+        rank = min(self._rank_limit, n_samples)
+        return estimate_memory(
+            self.n_params,
+            n_samples,
+            rank,
+            row_dtype(linearizer.fn).itemsize,
+            linearizer.pass_bytes(rank),
+            budget_of(self._device, self.memory_budget),
+        )
 
     def _count_outputs(self, loader: Any, indices: np.ndarray) -> int:
         """C, from the output for one example, which also surfaces model errors."""
         for x, _ in self._batches(_sampling.subset(loader, indices[:1]), "", False):
-            f = self.model(x)
+            f, self._linearizer.activations = activation_bytes(self.model, x)
         likelihood.check_outputs(f)
         self._linearizer.n_outputs = f.shape[-1]
         return f.shape[-1]
@@ -495,17 +593,18 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         A batch that a checkpoint divides is linearised once and added in parts.
         """
         seen, finite, current = 0, [], True
+        generator = self._fresh_generator()
         due = next(checkpoints) if checkpoints is not None else math.inf
         for x, y in self._batches(loader, "[Computing Hessian]", progress_bar):
-            f, phi = self._linearize(x, basis)
+            f, psi = self._curvature_root(x, basis, generator)
             y = likelihood.check_targets(f, y, self.likelihood)
             likelihood.check_classes(f, y)
             y = y.to(self._device)
-            finite.append(torch.isfinite(f).all() & torch.isfinite(phi).all())
+            finite.append(torch.isfinite(f).all() & torch.isfinite(psi).all())
             first = 0
             while first < len(f):
                 part = slice(first, int(min(len(f), first + due - seen)))
-                sums = sums.add(f[part], phi[part], y[part], self.likelihood)
+                sums = sums.add(f[part], psi[part], y[part], self.likelihood)
                 seen, first, current = seen + part.stop - first, part.stop, False
                 if seen == due:
                     _check_finite(finite, "outputs or derivatives", "of the data")
@@ -518,6 +617,21 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         if not current:
             _check_finite(finite, "outputs or derivatives", "of the data")
             yield sums
+
+    def _curvature_root(
+        self, x: Any, basis: NystromBasis, generator: torch.Generator | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs (B, C) and ψ (B, ·, K) whose squares add up to the curvature."""
+        if not self.stochastic:
+            f, phi = self._linearize(x, basis)
+            return f, likelihood.curvature_root(f, phi, self.likelihood)
+        f = self.model(x)
+        likelihood.check_outputs(f)
+        cotangents = likelihood.sample_cotangents(
+            f.to(self._dtype), self.likelihood, int(self.stochastic), generator
+        )
+        psi = self._linearizer.project(x, cotangents, basis.directions)
+        return f.to(self._dtype), psi.double()
 
     def _linearize(
         self, x: Any, basis: NystromBasis, create_graph: bool = False
@@ -1216,7 +1330,9 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
             "basis_n_samples": self.basis.n_samples,
             "basis_trace": self.basis.trace,
             "basis_method": self.basis.method,
-            "feature_mode": linearizer.feature_mode.value,
+            "feature_mode": (
+                linearizer.feature_mode.value if linearizer.feature_mode else None
+            ),
             "row_mode": linearizer.row_mode.value if linearizer.row_mode else None,
             "vectorized": linearizer._vectorized,
             "seed": self.seed,
@@ -1228,7 +1344,7 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         to_here = {"device": self._device}
         self._set_basis(
             NystromBasis(
-                state_dict["directions"].to(**to_here),
+                state_dict["directions"].to(self.basis_device or self._device),
                 state_dict["eigenvalues"].to(**to_here),
                 state_dict["basis_n_samples"],
                 state_dict["basis_trace"],
@@ -1249,7 +1365,8 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         self.seed = state_dict["seed"]
         linearizer = self._linearizer
         linearizer.n_outputs = self.n_outputs
-        linearizer.feature_mode = FeatureMode(state_dict["feature_mode"])
+        mode = state_dict["feature_mode"]
+        linearizer.feature_mode = FeatureMode(mode) if mode else None
         linearizer.row_mode = (
             RowMode(state_dict["row_mode"]) if state_dict["row_mode"] else None
         )

@@ -11,7 +11,15 @@ import torch
 from laplace.utils.enums import Likelihood
 from torch.nn import functional as F
 
-__all__ = ["check_outputs", "check_targets", "curvature", "is_regression", "loss"]
+__all__ = [
+    "check_classes",
+    "check_outputs",
+    "check_targets",
+    "curvature_root",
+    "is_regression",
+    "loss",
+    "sample_cotangents",
+]
 
 
 def is_regression(likelihood: Likelihood | str) -> bool:
@@ -79,10 +87,10 @@ def loss(
     return F.cross_entropy(f, y, reduction="sum")
 
 
-def curvature(
+def curvature_root(
     f: torch.Tensor, phi: torch.Tensor, likelihood: Likelihood | str
 ) -> torch.Tensor:
-    """Σ_b φᵀΛφ in float64: the projected generalised Gauss-Newton matrix.
+    """ψ `(B, C, K)` in float64 with Σ_c ψ_cψ_cᵀ = φᵀΛφ for every example.
 
     For the softmax Λ = diag(p) − ppᵀ, so φᵀΛφ = Σ_c p_c φ̃_c φ̃_cᵀ with φ̃ = φ − Σ_c
     p_c φ_c: a sum of squares, positive semi-definite also in floating point.
@@ -93,15 +101,31 @@ def curvature(
         outputs `(B, C)`
     phi : torch.Tensor
         features `(B, C, K)`
-
-    Returns
-    -------
-    torch.Tensor
-        `(K, K)`, float64
     """
     phi = phi.double()
-    if not is_regression(likelihood):
-        p = f.double().softmax(-1).unsqueeze(-1)  # (B, C, 1)
-        phi = p.sqrt() * (phi - (p * phi).sum(1, keepdim=True))
-    phi = phi.flatten(0, 1)  # (B·C, K)
-    return phi.T @ phi
+    if is_regression(likelihood):
+        return phi
+    p = f.double().softmax(-1).unsqueeze(-1)  # (B, C, 1)
+    return p.sqrt() * (phi - (p * phi).sum(1, keepdim=True))
+
+
+def sample_cotangents(
+    f: torch.Tensor,
+    likelihood: Likelihood | str,
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """Gradients of the log likelihood at sampled targets, `(B, S, C)`.
+
+    Their covariance is Λ, so the outer products of cᵀJ(x) are an unbiased estimate of
+    JᵀΛJ: the Monte-Carlo Fisher of Laplace's backends. Scaled by 1/√S.
+    """
+    B, C = f.shape
+    if is_regression(likelihood):
+        noise = torch.randn(
+            B, n_samples, C, generator=generator, dtype=f.dtype, device=f.device
+        )
+        return noise / n_samples**0.5
+    p = f.softmax(-1)
+    labels = torch.multinomial(p, n_samples, replacement=True, generator=generator)
+    return (F.one_hot(labels, C) - p.unsqueeze(1)) / n_samples**0.5

@@ -25,6 +25,7 @@ from laplace_ella.features import (
     by_forward,
     by_forward_loop,
 )
+from laplace_ella.memory import Activations
 from laplace_ella.rows import (
     RowMode,
     jacobian_by_loop,
@@ -41,8 +42,14 @@ logger = logging.getLogger("laplace_ella")
 #: Examples × tangents of one forward-mode pass: larger falls out of the CPU's cache.
 TANGENTS_AT_ONCE = {"cpu": 256, "cuda": 8192}
 
-#: Bytes that the gradients of one reverse-mode pass may take.
-ROW_BYTES = {"cpu": 2**28, "cuda": 2**31}
+#: Bytes that gradients, tangents and activations of one pass may take.
+PASS_BYTES = {"cpu": 2**28, "cuda": 2**31}
+
+#: Intermediate results that are alive at once in a forward-mode pass.
+LIVE_RESULTS = 4
+
+#: Directions that are fetched at once from another device.
+OFFLOADED_BLOCK = 8
 
 #: Costs further apart than this are not worth a measurement.
 CLEAR_RATIO = 3.0
@@ -60,6 +67,8 @@ class Linearizer:
     row_mode : RowMode or str
     chunk_size : int, optional
         examples that are differentiated at once; chosen automatically if None
+    compile : bool or dict, default=False
+        compile the forward-mode pass; a dict holds arguments of `torch.compile`
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class Linearizer:
         feature_mode: FeatureMode | str = FeatureMode.AUTO,
         row_mode: RowMode | str = RowMode.AUTO,
         chunk_size: int | None = None,
+        compile: bool | dict[str, Any] = False,
     ) -> None:
         self.fn = fn
         self.dict_key_x = dict_key_x
@@ -78,7 +88,10 @@ class Linearizer:
         self.feature_mode: FeatureMode | None = None
         self.row_mode: RowMode | None = None
         self.n_outputs = 0
+        self.activations = Activations(0, 0)
         self._vectorized = True  # whether vmap over tangents works
+        self.compile = compile
+        self._compiled: Callable[..., Any] | None = None
 
     # Shapes and sizes
 
@@ -90,53 +103,73 @@ class Linearizer:
     def device(self) -> torch.device:
         return next(self.fn.model.parameters()).device
 
+    def _limit(self, limits: dict[str, int]) -> int:
+        return limits.get(self.device.type, limits["cpu"])
+
     def _rows_at_once(self, rows_per_example: int = 1) -> int:
-        """How many examples' gradients fit into the budget of one pass."""
+        """How many examples' gradients fit into one reverse-mode pass."""
         if self.chunk_size is not None:
             return self.chunk_size
-        bytes_per_row = self.n_params * row_dtype(self.fn).itemsize * rows_per_example
-        budget = ROW_BYTES.get(self.device.type, ROW_BYTES["cpu"])
-        return max(1, min(64, budget // max(1, 2 * bytes_per_row)))
+        per_example = self.row_bytes(rows_per_example)
+        return max(1, min(64, self._limit(PASS_BYTES) // max(1, per_example)))
+
+    def row_bytes(self, rows_per_example: int = 1) -> int:
+        """Bytes of gradients and saved activations of one example."""
+        row = self.n_params * row_dtype(self.fn).itemsize
+        return 2 * (row * rows_per_example + self.activations.total)
 
     def _examples_at_once(self, rank: int) -> int:
         """How many examples take all K tangents in one forward-mode pass."""
         if self.chunk_size is not None:
             return self.chunk_size
-        limit = TANGENTS_AT_ONCE.get(self.device.type, TANGENTS_AT_ONCE["cpu"])
-        return max(1, limit // rank)
+        by_memory = self._limit(PASS_BYTES) // max(1, self.tangent_bytes(rank))
+        return max(1, min(self._limit(TANGENTS_AT_ONCE) // rank, by_memory))
+
+    def tangent_bytes(self, rank: int) -> int:
+        """Bytes of the intermediate results of one example with K tangents."""
+        return LIVE_RESULTS * (rank + 1) * self.activations.largest
+
+    def pass_bytes(self, rank: int) -> int:
+        """Bytes of the largest pass of a fit with K directions."""
+        return max(
+            self._rows_at_once() * self.row_bytes(),
+            self._examples_at_once(rank) * self.tangent_bytes(rank),
+        )
 
     # Rows of the Jacobian
 
     def rows(
-        self, x: Any, examples: torch.Tensor, outputs: torch.Tensor
+        self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
     ) -> torch.Tensor:
-        """Gradients of output `outputs[m]` at example `examples[m]` of x: (m, P)."""
+        """cᵀJ(x) for `cotangents[m]` (C,) at example `examples[m]` of x: (m, P)."""
         if self.row_mode is None:
-            self._choose_row_mode(x, examples, outputs)
+            self._choose_row_mode(x, examples, cotangents)
         compute = rows_by_vmap if self.row_mode is RowMode.VMAP else rows_by_loop
         size = batch_size(x, self.dict_key_x)
         with differentiable_kernels():
             parts = [
-                compute(self.fn, x, size, examples[part], outputs[part])
+                compute(self.fn, x, size, examples[part], cotangents[part])
                 for part in chunks(len(examples), self._rows_at_once())
             ]
         return torch.cat(parts)
 
     def _choose_row_mode(
-        self, x: Any, examples: torch.Tensor, outputs: torch.Tensor
+        self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
     ) -> None:
         """Keep the fastest way that works on the first few rows."""
         size = batch_size(x, self.dict_key_x)
 
         def way(compute: Callable[..., torch.Tensor]) -> Callable[[int], object]:
-            return lambda n: compute(self.fn, x, size, examples[:n], outputs[:n])
+            return lambda n: compute(self.fn, x, size, examples[:n], cotangents[:n])
 
         ways = {RowMode.VMAP: way(rows_by_vmap), RowMode.LOOP: way(rows_by_loop)}
         if self.asked_row_mode is not RowMode.AUTO:
             ways = {self.asked_row_mode: ways[self.asked_row_mode]}
         few = min(len(examples), 8, self._rows_at_once())
         with differentiable_kernels():
-            trials = {mode: _try(ways[mode], few, has_values(outputs)) for mode in ways}
+            trials = {
+                mode: _try(ways[mode], few, has_values(cotangents)) for mode in ways
+            }
         self.row_mode = _winner(trials)
         logger.info("rows of the Jacobian by %s", self.row_mode.value)
 
@@ -151,30 +184,55 @@ class Linearizer:
             with torch.set_grad_enabled(create_graph):
                 return jacobian_by_vmap(self.fn, x, size)
 
+    def project(
+        self, x: Any, cotangents: torch.Tensor, directions: torch.Tensor
+    ) -> torch.Tensor:
+        """cᵀJ(x)V (B, S, K) for cotangents (B, S, C), without keeping the gradients."""
+        B, S, _ = cotangents.shape
+        examples = torch.arange(B, device=cotangents.device).repeat_interleave(S)
+        flat = cotangents.flatten(0, 1)
+        parts = []
+        for part in chunks(B * S, self._rows_at_once()):
+            rows = self.rows(x, examples[part], flat[part])
+            parts.append(rows @ directions.T.to(rows))
+        return torch.cat(parts).unflatten(0, (B, S))
+
     # Features
 
     def features(
         self, x: Any, directions: torch.Tensor, create_graph: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs (B, C) and features J(x)V (B, C, K) for directions Vᵀ (K, P)."""
+        """Outputs (B, C) and features J(x)V (B, C, K) for directions Vᵀ (K, P).
+
+        Directions that live on another device are fetched in blocks.
+        """
         if self.feature_mode is None:
             raise RuntimeError("Call choose_feature_mode() first.")
         size = batch_size(x, self.dict_key_x)
-        compute = self._feature_function(
-            self.feature_mode, directions, create_graph, self._vectorized
-        )
-        at_once = (
-            self._rows_at_once(rows_per_example=self.n_outputs)
-            if self.feature_mode is FeatureMode.REVERSE
-            else self._examples_at_once(len(directions))
-        )
-        with differentiable_kernels():
-            parts = [
-                compute(take(x, part, size), part.stop - part.start)
-                for part in chunks(size, at_once)
-            ]
-        f, phi = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return f, phi
+        blocks = [directions]
+        if directions.device != self.device:
+            blocks = directions.split(OFFLOADED_BLOCK)
+        elif self.feature_mode is not FeatureMode.REVERSE:
+            blocks = directions.split(self._limit(TANGENTS_AT_ONCE))
+        columns = []
+        for block in blocks:
+            block = block.to(self.device, row_dtype(self.fn))
+            compute = self._feature_function(
+                self.feature_mode, block, create_graph, self._vectorized
+            )
+            at_once = (
+                self._rows_at_once(rows_per_example=self.n_outputs)
+                if self.feature_mode is FeatureMode.REVERSE
+                else self._examples_at_once(len(block))
+            )
+            with differentiable_kernels():
+                parts = [
+                    compute(take(x, part, size), part.stop - part.start)
+                    for part in chunks(size, at_once)
+                ]
+            f, phi = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            columns.append(phi)
+        return f, columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
 
     def features_and_kernel(
         self,
@@ -204,7 +262,7 @@ class Linearizer:
         vectorized: bool,
     ) -> Callable[[Any, int], tuple[torch.Tensor, torch.Tensor]]:
         def forward(x: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-            way = by_forward if vectorized else by_forward_loop
+            way = self._push_forward() if vectorized else by_forward_loop
             with torch.set_grad_enabled(create_graph):
                 return way(self.fn, x, directions)
 
@@ -272,6 +330,18 @@ class Linearizer:
                 trials |= order[1]()
         self.feature_mode, self._vectorized = _winner(trials)
         logger.info("features by %s", self.feature_mode.value)
+
+    def _push_forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """Forward mode, compiled at first use if that was asked for."""
+        if not self.compile:
+            return by_forward
+        if self._compiled is None:
+            options = self.compile if isinstance(self.compile, dict) else {}
+            self._compiled = torch.compile(by_forward, **options)
+        return self._compiled
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}  # compiled code is not picklable
 
     def costs(self, x: Any, rank: int) -> dict[FeatureMode, float]:
         """Expected costs of one example's features, in forward passes."""

@@ -14,14 +14,15 @@ import torch
 from laplace_ella._batch import chunks, has_values
 from laplace_ella._errors import RankWarning
 
-__all__ = ["NystromBasis", "basis_from_rows"]
+__all__ = ["NystromBasis", "RowSketch", "basis_from_rows"]
 
 #: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
 #: more accurate than the Gram matrix because it does not square the condition number.
 SVD_LIMIT = 2_000_000
 
-#: Columns that enter one product of the Gram matrix.
+#: Columns that enter one product with all rows, and rows of one block of it.
 GRAM_WIDTH = 16_384
+GRAM_HEIGHT = 256
 
 
 @dataclass(frozen=True)
@@ -72,53 +73,97 @@ class NystromBasis:
         )
 
 
-def basis_from_rows(
-    rows: torch.Tensor, n_eigenvalues: int, method: str | None = None
-) -> NystromBasis:
-    """Top right singular vectors of the sampled gradients `rows` (M, P).
+class RowSketch:
+    """Gradients as they come, all of them or a summary of bounded size.
 
-    Fewer usable directions than `n_eigenvalues` truncate, with a `RankWarning`.
+    Rows are kept until `capacity` is reached. A full buffer is replaced by its `keep`
+    leading singular directions, scaled by their singular values: a truncated
+    incremental singular value decomposition. What is lost each time is the smallest
+    part of the buffer's energy; with fewer rows than `capacity` nothing is.
+
+    Parameters
+    ----------
+    n_params : int
+        P
+    capacity : int
+        rows in memory, more than `keep`
+    keep : int
+        rows that survive a full buffer
     """
-    small = rows.numel() <= SVD_LIMIT
-    decompose = _by_svd if small else _by_gram
-    eigenvalues, directions = decompose(rows, min(n_eigenvalues, *rows.shape))
-    rank = _usable_rank(eigenvalues, rows, squared=not small)
-    return finish_basis(
-        directions,
-        eigenvalues,
-        rank,
-        n_eigenvalues,
-        len(rows),
-        method or ("svd" if small else "gram"),
-    )
+
+    def __init__(
+        self,
+        n_params: int,
+        capacity: int,
+        keep: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if capacity <= keep:
+            raise ValueError(f"capacity={capacity} must exceed keep={keep}.")
+        self.buffer = torch.empty(capacity, n_params, dtype=dtype, device=device)
+        self.keep = keep
+        self.filled = 0
+        self.n_samples = 0
+        self.compressed = False
+        self._energy = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Take in rows `(m, P)`."""
+        self.n_samples += len(rows)
+        while len(rows):
+            if self.filled == len(self.buffer):
+                self._compress()
+            fitting = rows[: len(self.buffer) - self.filled]
+            self.buffer[self.filled : self.filled + len(fitting)] = fitting
+            self._energy += fitting.double().square().sum()
+            self.filled += len(fitting)
+            rows = rows[len(fitting) :]
+
+    def _compress(self) -> None:
+        U = torch.linalg.eigh(gram(self.buffer))[1].flip(1)[:, : self.keep]
+        _multiply(U.T, self.buffer, out=self.buffer)
+        self.filled, self.compressed = self.keep, True
+
+    def basis(self, n_eigenvalues: int) -> NystromBasis:
+        """Top right singular vectors of all rows taken in.
+
+        Fewer usable directions than `n_eigenvalues` truncate, with a `RankWarning`.
+        """
+        rows = self.buffer[: self.filled]
+        small = rows.numel() <= SVD_LIMIT
+        decompose = _by_svd if small else _by_gram
+        eigenvalues, directions = decompose(rows, min(n_eigenvalues, *rows.shape))
+        rank = _usable_rank(eigenvalues, rows, squared=not small)
+        if rank == 0:
+            raise ValueError(
+                f"All {self.n_samples} sampled gradients are zero: the outputs do not "
+                "depend on the parameters. Check that the right parameters require "
+                "gradients."
+            )
+        if rank < n_eigenvalues:
+            warnings.warn(
+                f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
+                f"{self.n_samples} sampled gradients; using {rank}.",
+                RankWarning,
+                stacklevel=2,
+            )
+        rank = min(rank, n_eigenvalues)
+        known = has_values(self._energy)
+        return NystromBasis(
+            directions[:rank].contiguous(),
+            eigenvalues[:rank],
+            self.n_samples,
+            float(self._energy) if known else float("nan"),
+            "streaming" if self.compressed else ("svd" if small else "gram"),
+        )
 
 
-def finish_basis(
-    directions: torch.Tensor,
-    eigenvalues: torch.Tensor,
-    rank: int,
-    n_eigenvalues: int,
-    n_samples: int,
-    method: str,
-) -> NystromBasis:
-    """Truncate to the usable rank and wrap up."""
-    if rank == 0:
-        raise ValueError(
-            f"All {n_samples} sampled gradients are zero: the outputs do not depend on "
-            "the parameters. Check that the right parameters require gradients."
-        )
-    if rank < n_eigenvalues:
-        warnings.warn(
-            f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
-            f"{n_samples} sampled gradients; using {rank}.",
-            RankWarning,
-            stacklevel=2,
-        )
-    rank = min(rank, n_eigenvalues)
-    trace = float(eigenvalues.sum()) if has_values(eigenvalues) else float("nan")
-    return NystromBasis(
-        directions[:rank].contiguous(), eigenvalues[:rank], n_samples, trace, method
-    )
+def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:
+    """Top right singular vectors of gradients `(M, P)` that are all there."""
+    sketch = RowSketch(rows.shape[1], len(rows) + 1, len(rows), rows.dtype, rows.device)
+    sketch.add(rows)
+    return sketch.basis(n_eigenvalues)
 
 
 def _usable_rank(eigenvalues: torch.Tensor, rows: torch.Tensor, squared: bool) -> int:
@@ -148,32 +193,41 @@ def _by_gram(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     eigenvalues, U = torch.linalg.eigh(gram(rows))
     eigenvalues, U = eigenvalues.flip(0).clamp_min(0), U.flip(1)[:, :k]
     scale = eigenvalues[:k].sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-    directions = (U / scale).T.to(rows.dtype) @ rows
-    return eigenvalues, orthonormalize(directions)
+    directions = torch.empty(k, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    _multiply((U / scale).T, rows, out=directions)
+    orthonormalize_(directions)
+    return eigenvalues, directions
 
 
 def gram(rows: torch.Tensor) -> torch.Tensor:
-    """J̃J̃ᵀ (M, M): products in the rows' dtype, accumulated in float64."""
+    """J̃J̃ᵀ (M, M): products in the rows' dtype, accumulated in float64.
+
+    Only the blocks on and below the diagonal are multiplied.
+    """
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
-    for part in chunks(rows.shape[1], GRAM_WIDTH):
-        block = rows[:, part]
-        total += block @ block.T
-    return total
+    for columns in chunks(rows.shape[1], GRAM_WIDTH):
+        block = rows[:, columns]
+        for part in chunks(len(rows), GRAM_HEIGHT):
+            total[part, : part.stop] += block[part] @ block[: part.stop].T
+    return total.tril() + total.tril(-1).T
 
 
-def orthonormalize(directions: torch.Tensor) -> torch.Tensor:
-    """Orthonormal rows that span the same nested subspaces (Cholesky-QR).
+def orthonormalize_(directions: torch.Tensor) -> None:
+    """Make rows orthonormal in place, keeping their nested spans (Cholesky-QR).
 
     Dividing by √λ_k loses digits for small λ_k; this restores orthogonality.
     """
-    if not has_values(directions):
-        return directions
     factor, info = torch.linalg.cholesky_ex(gram(directions))
-    if info.any():
-        return torch.linalg.qr(directions.double().T)[0].T.to(directions.dtype)
-    inverse = torch.linalg.solve_triangular(
-        factor,
-        torch.eye(len(factor), dtype=factor.dtype, device=factor.device),
-        upper=False,
-    )
-    return inverse.to(directions.dtype) @ directions
+    if has_values(info) and info.any():  # too close to singular for a Gram matrix
+        directions.copy_(torch.linalg.qr(directions.double().T)[0].T)
+        return
+    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
+    _multiply(inverse, directions, out=directions)
+
+
+def _multiply(matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """matrix @ rows into the first rows of `out`, which may be `rows` itself."""
+    matrix = matrix.to(rows.dtype)
+    for columns in chunks(rows.shape[1], GRAM_WIDTH):
+        out[: len(matrix), columns] = matrix @ rows[:, columns]

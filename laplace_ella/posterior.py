@@ -85,7 +85,8 @@ class SubspacePosterior:
         n_layers = len(self.numels)
         if diagonal.numel() == n_layers > 1 and n_layers != directions.shape[1]:
             if not self.grams:  # shared by all variants of this posterior
-                self.grams.append(lowrank.layer_grams(directions, list(self.numels)))
+                grams = lowrank.layer_grams(directions, list(self.numels))
+                self.grams.append(grams.to(self.H.device))
             return torch.einsum("l,lij->ij", diagonal.double(), self.grams[0])
         return lowrank.project_prior(directions, diagonal)
 
@@ -170,8 +171,8 @@ class SubspacePosterior:
 
     def square_norm(self, delta: torch.Tensor) -> torch.Tensor:
         """ΔᵀPΔ for Δ `(P,)` under the posterior precision P."""
-        directions = self.basis.directions
-        z = (directions @ delta.to(directions)).double()
+        directions = self.basis.directions.to(delta)
+        z = (directions @ delta).double()
         if self.complement is Complement.DROP:
             return z @ self.precision @ z
         outside = (delta.double().square() * self.prior_diagonal()).sum()

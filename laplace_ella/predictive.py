@@ -57,10 +57,14 @@ class FunctionValues:
         return sums if self.residual is None else sums + self.residual.sum(-1)
 
     def root(self) -> torch.Tensor:
-        """R `(B, C, ...)` with RRᵀ = f_var."""
-        if self.residual is None:
+        """R `(B, C, min(K, C))` with RRᵀ = f_var.
+
+        Samples need as much noise as the root has columns: of the low-rank factor and
+        the root of the C×C covariance the narrower one is taken.
+        """
+        if self.residual is None and self.factor.shape[-1] <= self.factor.shape[-2]:
             return self.factor
-        return torch.cat([self.factor, psd_root(self.residual)], dim=-1)
+        return psd_root(self.covariance())
 
 
 def psd_root(matrix: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Rows of the Jacobian: gradients of one chosen output of each example."""
+"""Rows of the Jacobian: gradients of one combination of the outputs of each example.
+
+A combination is given by a cotangent (C,): a unit vector selects one output.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +47,22 @@ def row_dtype(fn: ModelFunction) -> torch.dtype:
 
 
 def rows_by_vmap(
-    fn: ModelFunction, x: Any, size: int, examples: torch.Tensor, outputs: torch.Tensor
+    fn: ModelFunction,
+    x: Any,
+    size: int,
+    examples: torch.Tensor,
+    cotangents: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradients of output `outputs[m]` at example `examples[m]`, by `vmap(grad)`.
+    """cᵀJ(x) for cotangent `cotangents[m]` at example `examples[m]`, by `vmap(grad)`.
 
     Parameters
     ----------
     x : Any
         inputs of `size` examples
-    examples, outputs : torch.Tensor
-        positions `(m,)` in the batch and outputs `(m,)`
+    examples : torch.Tensor
+        positions in the batch, `(m,)`
+    cotangents : torch.Tensor
+        `(m, C)`
 
     Returns
     -------
@@ -64,64 +73,46 @@ def rows_by_vmap(
     leaves = _batched_leaves(selected, len(examples))
     params, dtype = fn.parameters(), row_dtype(fn)
 
-    def row(leaves: list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    def row(leaves: list[torch.Tensor], cotangent: torch.Tensor) -> torch.Tensor:
         single = _rebuild(selected, len(examples), [v.unsqueeze(0) for v in leaves])
 
-        def chosen(params: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            return fn(params, single)[0].gather(0, output.reshape(1)).squeeze(0)
+        def combined(params: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            f = fn(params, single)[0]
+            return (f * cotangent.to(f.dtype)).sum()
 
-        return torch.cat([g.flatten().to(dtype) for g in grad(chosen)(params)])
+        return torch.cat([g.flatten().to(dtype) for g in grad(combined)(params)])
 
-    return vmap(row, randomness="same")(leaves, outputs)
+    return vmap(row, randomness="same")(leaves, cotangents)
 
 
 def rows_by_loop(
-    fn: ModelFunction, x: Any, size: int, examples: torch.Tensor, outputs: torch.Tensor
+    fn: ModelFunction,
+    x: Any,
+    size: int,
+    examples: torch.Tensor,
+    cotangents: torch.Tensor,
 ) -> torch.Tensor:
     """The same as `rows_by_vmap`, one backward pass a row.
 
     Rows of one example that stand together share its forward pass.
     """
     dtype = row_dtype(fn)
-    params = [p.requires_grad_() for p in fn.parameters()]
     rows, last, f = [], None, None
     with torch.enable_grad():
-        for example, output in zip(examples.tolist(), outputs.tolist(), strict=True):
+        params = [p.requires_grad_() for p in fn.parameters()]
+        for example, cotangent in zip(examples.tolist(), cotangents, strict=True):
             if example != last:
-                f = fn(params, take(x, slice(example, example + 1), size))
+                f = fn(params, take(x, slice(example, example + 1), size))[0]
                 last = example
             grads = torch.autograd.grad(
-                f[0, output], params, retain_graph=True, materialize_grads=True
+                f,
+                params,
+                cotangent.to(f.dtype),
+                retain_graph=True,
+                materialize_grads=True,
             )
             rows.append(torch.cat([g.flatten().to(dtype) for g in grads]))
     return torch.stack(rows)
-
-
-def _batched_leaves(x: Any, size: int) -> list[torch.Tensor]:
-    """The tensors of `x` that have a batch dimension, in a fixed order."""
-    if isinstance(x, torch.Tensor):
-        return [x] if x.ndim and x.shape[0] == size else []
-    values = x.values() if isinstance(x, Mapping) else x
-    if not isinstance(x, (Mapping, tuple, list)):
-        return []
-    return [leaf for value in values for leaf in _batched_leaves(value, size)]
-
-
-def _rebuild(x: Any, size: int, leaves: list[torch.Tensor]) -> Any:
-    """`x` with its batched tensors replaced, in the order of `_batched_leaves`."""
-    remaining = iter(leaves)
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            batched = value.ndim and value.shape[0] == size
-            return next(remaining) if batched else value
-        if isinstance(value, Mapping):
-            return {key: replace(v) for key, v in value.items()}
-        if isinstance(value, (tuple, list)):
-            return type(value)(replace(v) for v in value)
-        return value
-
-    return replace(x)
 
 
 def jacobian_by_vmap(
@@ -163,3 +154,30 @@ def jacobian_by_loop(
             outputs.append(f)
     f, J = torch.stack(outputs), torch.stack(rows).reshape(size, len(outputs[0]), -1)
     return (f, J) if create_graph else (f.detach(), J.detach())
+
+
+def _batched_leaves(x: Any, size: int) -> list[torch.Tensor]:
+    """The tensors of `x` that have a batch dimension, in a fixed order."""
+    if isinstance(x, torch.Tensor):
+        return [x] if x.ndim and x.shape[0] == size else []
+    if not isinstance(x, (Mapping, tuple, list)):
+        return []
+    values = x.values() if isinstance(x, Mapping) else x
+    return [leaf for value in values for leaf in _batched_leaves(value, size)]
+
+
+def _rebuild(x: Any, size: int, leaves: list[torch.Tensor]) -> Any:
+    """`x` with its batched tensors replaced, in the order of `_batched_leaves`."""
+    remaining = iter(leaves)
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            batched = value.ndim and value.shape[0] == size
+            return next(remaining) if batched else value
+        if isinstance(value, Mapping):
+            return {key: replace(v) for key, v in value.items()}
+        if isinstance(value, (tuple, list)):
+            return type(value)(replace(v) for v in value)
+        return value
+
+    return replace(x)
