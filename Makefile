@@ -1,0 +1,58 @@
+# Every target sets up what it needs, in .venv; Python >= 3.10 and make are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The oldest laplace-torch that is supported, put before the newest one.
+OLD_LAPLACE := .venv-laplace-0.2
+# What the package promises of every version of laplace-torch.
+CORE_TESTS := $(addprefix tests/test_,complement.py core_dense.py errors.py \
+	exactness.py family.py registration.py sampling.py state.py tuning_core.py \
+	untouched.py)
+
+.PHONY: help demo test test-new test-old lint format clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
+		awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "Python 3.10 or newer is needed; name one: make PYTHON=python3.11 ..."; \
+		exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e ".[demo]"
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e ".[test]"
+	@touch $@
+
+$(OLD_LAPLACE)/.done: pyproject.toml $(VENV)/.test
+	rm -rf $(OLD_LAPLACE)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(OLD_LAPLACE) \
+		"laplace-torch==0.2.2.2" "curvlinops-for-pytorch<3"
+	@touch $@
+
+demo: $(VENV)/.demo ## compare ELLA with the rest of the family on embedded data
+	$(BIN)/python -W ignore -m laplace_ella demo
+
+test: lint test-new test-old ## lint and test, with the newest and the oldest laplace-torch
+
+test-new: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-old: $(OLD_LAPLACE)/.done
+	PYTHONPATH=$(OLD_LAPLACE) $(BIN)/python -m pytest $(CORE_TESTS)
+
+lint: $(VENV)/.test ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.test ## format the code and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environments
+	rm -rf $(VENV) $(OLD_LAPLACE)
