@@ -406,9 +406,16 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
                 "early_stopping needs val_loader=. Where there is no validation data, "
                 "laplace_ella.augmented_validation(train_loader) makes some."
             )
-        if early_stopping in (None, False):
+        if early_stopping is None or early_stopping is False:
             return None
-        return EarlyStopping() if early_stopping is True else early_stopping
+        if early_stopping is True:
+            return EarlyStopping()
+        if not isinstance(early_stopping, EarlyStopping):
+            raise TypeError(
+                "early_stopping must be True, False or an EarlyStopping(...), got "
+                f"{early_stopping!r}."
+            )
+        return early_stopping
 
     def _set_basis(self, basis: NystromBasis) -> None:
         self.basis = basis
@@ -569,9 +576,10 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         history, best, waited = [], None, 0
         checkpoints = plan.checkpoints()
         for sums in self._running_sums(loader, basis, start, progress_bar, checkpoints):
-            value = validator(posterior.with_(H=sums.H))
+            value = validator.score(posterior.with_(H=sums.H))
             history.append({"n_data": sums.n_data, "loss": value})
             signed = -value if plan.maximize else value
+            signed = math.inf if math.isnan(value) else signed
             if best is None or signed < best[0]:
                 best, waited = (signed, sums), 0
             else:
@@ -1330,11 +1338,7 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
             "basis_n_samples": self.basis.n_samples,
             "basis_trace": self.basis.trace,
             "basis_method": self.basis.method,
-            "feature_mode": (
-                linearizer.feature_mode.value if linearizer.feature_mode else None
-            ),
-            "row_mode": linearizer.row_mode.value if linearizer.row_mode else None,
-            "vectorized": linearizer._vectorized,
+            **linearizer.state(),
             "seed": self.seed,
         }
 
@@ -1363,14 +1367,8 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         self.complement = state_dict["complement"]
         self.enable_backprop = state_dict["enable_backprop"]
         self.seed = state_dict["seed"]
-        linearizer = self._linearizer
-        linearizer.n_outputs = self.n_outputs
-        mode = state_dict["feature_mode"]
-        linearizer.feature_mode = FeatureMode(mode) if mode else None
-        linearizer.row_mode = (
-            RowMode(state_dict["row_mode"]) if state_dict["row_mode"] else None
-        )
-        linearizer._vectorized = state_dict["vectorized"]
+        self._linearizer.n_outputs = self.n_outputs
+        self._linearizer.load_state(state_dict)
 
     def _check_state(self, state_dict: dict[str, Any]) -> None:
         name = type(self).__name__

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ LIVE_RESULTS = 4
 #: Directions that are fetched at once from another device.
 OFFLOADED_BLOCK = 8
 
+#: How much faster than the way that should be cheaper another one must be.
+HANDICAP = 1.25
+
 #: Costs further apart than this are not worth a measurement.
 CLEAR_RATIO = 3.0
 
@@ -87,6 +91,7 @@ class Linearizer:
         self.chunk_size = chunk_size
         self.feature_mode: FeatureMode | None = None
         self.row_mode: RowMode | None = None
+        self.jacobian_mode: RowMode | None = None
         self.n_outputs = 0
         self.activations = Activations(0, 0)
         self._vectorized = True  # whether vmap over tangents works
@@ -165,10 +170,16 @@ class Linearizer:
         ways = {RowMode.VMAP: way(rows_by_vmap), RowMode.LOOP: way(rows_by_loop)}
         if self.asked_row_mode is not RowMode.AUTO:
             ways = {self.asked_row_mode: ways[self.asked_row_mode]}
-        few = min(len(examples), 8, self._rows_at_once())
+        few = min(len(examples), 16, self._rows_at_once())
         with differentiable_kernels():
             trials = {
-                mode: _try(ways[mode], few, has_values(cotangents)) for mode in ways
+                # A loop takes as long an example, however many there are.
+                mode: _try(
+                    ways[mode],
+                    few if mode is RowMode.VMAP else min(few, 4),
+                    self._has_values(),
+                )
+                for mode in ways
             }
         self.row_mode = _winner(trials)
         logger.info("rows of the Jacobian by %s", self.row_mode.value)
@@ -177,12 +188,37 @@ class Linearizer:
         self, x: Any, create_graph: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs (B, C) and J(x) (B, C, P); memory of B·C·P, for small batches."""
+        if self.jacobian_mode is None:
+            self._choose_jacobian_mode(x)
         size = batch_size(x, self.dict_key_x)
         with differentiable_kernels():
-            if self.row_mode is RowMode.LOOP:
+            if self.jacobian_mode is RowMode.LOOP:
                 return jacobian_by_loop(self.fn, x, size, create_graph)
             with torch.set_grad_enabled(create_graph):
                 return jacobian_by_vmap(self.fn, x, size)
+
+    def _choose_jacobian_mode(self, x: Any) -> None:
+        """Keep the fastest way that works on the first few examples."""
+        size = batch_size(x, self.dict_key_x)
+
+        def way(compute: Callable[..., Any]) -> Callable[[int], object]:
+            return lambda n: compute(self.fn, take(x, slice(0, n), size), n)
+
+        ways = {
+            RowMode.VMAP: way(jacobian_by_vmap),
+            RowMode.LOOP: way(jacobian_by_loop),
+        }
+        if self.asked_row_mode is not RowMode.AUTO:
+            ways = {self.asked_row_mode: ways[self.asked_row_mode]}
+        few = min(size, 4, self._rows_at_once(rows_per_example=self.n_outputs))
+        with differentiable_kernels(), torch.no_grad():
+            trials = {mode: _try(ways[mode], few, self._has_values()) for mode in ways}
+        self.jacobian_mode = _winner(trials)
+        logger.info("Jacobians by %s", self.jacobian_mode.value)
+
+    def _has_values(self) -> bool:
+        """Whether a timing means anything: not where tensors have no values."""
+        return has_values(self.fn.parameters()[0])
 
     def project(
         self, x: Any, cotangents: torch.Tensor, directions: torch.Tensor
@@ -289,13 +325,15 @@ class Linearizer:
         """
         self.n_outputs = f.shape[-1]
         size = batch_size(x, self.dict_key_x)
-        few = min(size, 8, self._examples_at_once(len(directions)))
+        few = min(size, 4, self._examples_at_once(len(directions)))
 
         def trial(mode: FeatureMode, vectorized: bool = True) -> _Trial:
             compute = self._feature_function(mode, directions, False, vectorized)
             with differentiable_kernels():
                 return _try(
-                    lambda n: compute(take(x, slice(0, n), size), n), few, has_values(f)
+                    lambda n: compute(take(x, slice(0, n), size), n),
+                    few,
+                    self._has_values(),
                 )
 
         def forward_family() -> dict[tuple[FeatureMode, bool], _Trial]:
@@ -327,7 +365,7 @@ class Linearizer:
             trials = order[0]()
             clear = max(advantage, 1 / advantage) > CLEAR_RATIO
             if not clear or all(t.error is not None for t in trials.values()):
-                trials |= order[1]()
+                trials |= {k: t.handicapped() for k, t in order[1]().items()}
         self.feature_mode, self._vectorized = _winner(trials)
         logger.info("features by %s", self.feature_mode.value)
 
@@ -342,6 +380,29 @@ class Linearizer:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": None}  # compiled code is not picklable
+
+    def state(self) -> dict[str, str | bool | None]:
+        """What was decided, in plain types, so that a loaded posterior does alike."""
+
+        def value(mode: Enum | None) -> str | None:
+            return None if mode is None else mode.value
+
+        return {
+            "feature_mode": value(self.feature_mode),
+            "row_mode": value(self.row_mode),
+            "jacobian_mode": value(self.jacobian_mode),
+            "vectorized": self._vectorized,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over the decisions of `state()`."""
+        for name, enum in (
+            ("feature_mode", FeatureMode),
+            ("row_mode", RowMode),
+            ("jacobian_mode", RowMode),
+        ):
+            setattr(self, name, enum(state[name]) if state[name] else None)
+        self._vectorized = state["vectorized"]
 
     def costs(self, x: Any, rank: int) -> dict[FeatureMode, float]:
         """Expected costs of one example's features, in forward passes."""
@@ -363,18 +424,26 @@ class _Trial:
     seconds: float
     error: Exception | None = None
 
+    def handicapped(self) -> _Trial:
+        """Timings are noisy: what should be dearer must be clearly faster to win."""
+        return _Trial(HANDICAP * self.seconds, self.error)
+
 
 def _try(way: Callable[[int], object], n: int, measure: bool) -> _Trial:
-    """Run a way on one example, then, if that was quick, time it on n."""
-    try:
+    """Run a way on one example, then, if that was quick, time it on n.
+
+    The better of two runs: what else the machine does can only make them slower.
+    """
+
+    def timed(n: int) -> float:
         start = time.perf_counter()
-        result = way(1)
-        _synchronize(result)
-        seconds = time.perf_counter() - start
-        if measure and n > 1 and seconds < 0.3:  # the first run also warms up
-            start = time.perf_counter()
-            _synchronize(way(n))
-            seconds = (time.perf_counter() - start) / n
+        _synchronize(way(n))
+        return time.perf_counter() - start
+
+    try:
+        seconds = timed(1)
+        if measure and seconds < 0.5:  # the first run also warms up
+            seconds = min(timed(n), timed(n)) / n
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever an unsupported operator raises

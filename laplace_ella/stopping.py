@@ -62,7 +62,7 @@ class EarlyStopping:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        if self.growth <= 1:
+        if not self.growth > 1:  # also refuses NaN
             raise ValueError(f"growth must exceed 1, got {self.growth}.")
 
     def checkpoints(self) -> Iterator[int]:
@@ -110,6 +110,8 @@ def augmented_validation(
         over a fixed set of augmented images
     """
     _sampling.check_loader(train_loader)
+    if n_examples < 1:
+        raise ValueError(f"n_examples must be at least 1, got {n_examples}.")
     rng = np.random.default_rng(seed)
     indices = _sampling.eligible_indices(train_loader)
     chosen = rng.permutation(indices)[:n_examples]

@@ -94,13 +94,13 @@ def score(outputs: Iterator[tuple[Any, torch.Tensor]], loss: Loss) -> float:
             metric.update(parts[0], y)
     if metric is not None:
         # some metrics give one value an output
-        return _to_float(torch.as_tensor(metric.compute()).sum())
+        return float(torch.as_tensor(metric.compute()).sum())
     tensors = (torch.cat(parts) for parts in zip(*collected, strict=True))
-    return _to_float(loss(*tensors))
+    return float(loss(*tensors))
 
 
-def _to_float(value: torch.Tensor | float) -> float:
-    value = float(value)
+def _never_best(value: float) -> float:
+    """Infinity for an undefined loss, so that no search chooses it."""
     return float("inf") if np.isnan(value) else value
 
 
@@ -149,8 +149,13 @@ class Validator:
             la._fresh_generator,
         )
 
-    @torch.no_grad()
     def __call__(self, posterior: SubspacePosterior) -> float:
+        """The loss to minimise; infinite where it is undefined."""
+        return _never_best(self.score(posterior))
+
+    @torch.no_grad()
+    def score(self, posterior: SubspacePosterior) -> float:
+        """The loss as it is."""
         generator = self.fresh_generator()
 
         def predictions() -> Iterator[tuple[Any, torch.Tensor]]:
@@ -216,7 +221,7 @@ def search_prior_by_sampling(
 
     def evaluate(prior: torch.Tensor) -> float:
         la.prior_precision = prior
-        return score(predictions(), loss)
+        return _never_best(score(predictions(), loss))
 
     with la._undisturbed(val_loader):
         return _argmin(grid, evaluate, progress_bar)
