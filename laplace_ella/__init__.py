@@ -5,8 +5,9 @@ Importing the package registers `hessian_structure="nystrom"` with `laplace.Lapl
 
 from laplace_ella._errors import NotFittedError, NumericalWarning, RankWarning
 from laplace_ella.cache import FeatureCache
-from laplace_ella.ella import ELLALaplace, ELLALLLaplace
+from laplace_ella.ella import ELLALaplace
 from laplace_ella.features import FeatureMode
+from laplace_ella.last_layer import ELLALLLaplace
 from laplace_ella.memory import InsufficientMemoryError, MemoryEstimate
 from laplace_ella.nystrom import NystromBasis
 from laplace_ella.posterior import Complement, SubspacePosterior

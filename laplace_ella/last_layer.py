@@ -1,0 +1,144 @@
+"""`ELLALLLaplace`: ELLA on the last layer, the default subset of `laplace.Laplace`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from laplace.utils import FeatureExtractor
+from laplace.utils.enums import Likelihood
+from torch import nn
+from torch.utils.data import DataLoader
+
+from laplace_ella import _sampling
+from laplace_ella._functional import ModelFunction, unwrap
+from laplace_ella.ella import ELLALaplace
+
+__all__ = ["ELLALLLaplace"]
+
+
+class ELLALLLaplace(ELLALaplace):
+    """ELLA on the parameters of the last linear layer.
+
+    Parameters are those of `ELLALaplace` and of Laplace's last-layer classes. The body
+    of the network is run once and carries no tangents; the user's model is used as it
+    is, not copied.
+
+    Parameters
+    ----------
+    feature_reduction
+        accepted for compatibility; not needed, because the model itself, with whatever
+        reduction it does, is differentiated
+    last_layer_name : str, optional
+        name of the last layer; found by a forward pass at `fit` if None
+    """
+
+    # how Laplace(..., subset_of_weights, hessian_structure) finds this class
+    _key = ("last_layer", "nystrom")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        sigma_noise: float | torch.Tensor = 1.0,
+        prior_precision: float | torch.Tensor = 1.0,
+        prior_mean: float | torch.Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        feature_reduction: Any | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type | None = None,
+        last_layer_name: str | None = None,
+        backend_kwargs: dict[str, Any] | None = None,
+        asdl_fisher_kwargs: dict[str, Any] | None = None,
+        **nystrom_kwargs: Any,
+    ) -> None:
+        if asdl_fisher_kwargs is not None:
+            raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
+        super().__init__(
+            model,
+            likelihood,
+            sigma_noise,
+            1.0,
+            0.0,
+            temperature,
+            enable_backprop,
+            dict_key_x,
+            dict_key_y,
+            backend,
+            backend_kwargs,
+            **nystrom_kwargs,
+        )
+        self.feature_reduction = feature_reduction
+        self._last_layer_name = last_layer_name
+        self.last_layer_name = last_layer_name
+        self._asked_prior = (prior_precision, prior_mean)
+        if last_layer_name is not None:
+            self._set_last_layer(last_layer_name)
+        else:  # like Laplace: known at fit, checked then
+            self.n_params = self.n_layers = None
+            self._prior_precision = prior_precision
+            self._prior_mean = prior_mean
+
+    @staticmethod
+    def _laplace_parameters(model: nn.Module) -> list[str]:
+        # All for now; the last layer's are known once it is found.
+        return [name for name, _ in unwrap(model).named_parameters()]
+
+    def _set_last_layer(self, name: str) -> None:
+        """Restrict the posterior to the parameters of one linear layer."""
+        model = unwrap(self.model)
+        layer = dict(model.named_modules()).get(name)
+        if not isinstance(layer, nn.Linear):
+            linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+            raise ValueError(
+                f"last_layer_name={name!r} must name a torch.nn.Linear, got "
+                f"{type(layer).__name__}; the linear layers are {linear}."
+            )
+        # By identity: a tied parameter is listed under another module's name.
+        own = {id(p) for p in layer.parameters()}
+        names = [n for n, p in model.named_parameters() if id(p) in own]
+        self.last_layer_name = name
+        self._linearizer.fn = ModelFunction(model, names)
+        self.params = [p for p in model.parameters() if id(p) in own]
+        self.n_params = sum(p.numel() for p in self.params)
+        self.n_layers = len(self.params)
+        self.prior_precision, self.prior_mean = self._asked_prior
+        self.mean = self.prior_mean
+
+    def fit(
+        self,
+        train_loader: DataLoader,
+        override: bool = True,
+        progress_bar: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if self.last_layer_name is None:
+            _sampling.check_loader(train_loader)
+            first = _sampling.subset(
+                train_loader, _sampling.eligible_indices(train_loader)[:1]
+            )
+            with self._undisturbed(train_loader):
+                for x, _ in self._batches(first, "", False):
+                    # Laplace's search hooks into the model, so it gets a copy.
+                    copy = FeatureExtractor(deepcopy(unwrap(self.model)))
+                    copy.find_last_layer(x)
+            self._set_last_layer(copy._last_layer_name)
+        super().fit(train_loader, override, progress_bar, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "last_layer_name": self.last_layer_name}
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict.get("last_layer_name")
+        if saved is not None and self.last_layer_name not in (None, saved):
+            raise ValueError(
+                f"The checkpoint's last layer is {saved!r}, this object's "
+                f"{self.last_layer_name!r}. Pass last_layer_name={saved!r}."
+            )
+        if saved is not None and self.last_layer_name is None:
+            if saved in dict(unwrap(self.model).named_modules()):
+                self._set_last_layer(saved)
+        super()._check_state(state_dict)
