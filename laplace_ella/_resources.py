@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import threading
 import time
@@ -76,7 +75,6 @@ def _resident_bytes() -> int | None:
 
 def _release_freed_memory() -> None:
     """Return freed memory to the system, so that growth shows what is in use."""
-    gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, TypeError, AttributeError):

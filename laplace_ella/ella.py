@@ -153,9 +153,10 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         self.n_eigenvalues = n_eigenvalues
         if n_eigenvalues != "auto":
             self.n_eigenvalues = positive_int("n_eigenvalues", n_eigenvalues)
-        for name, value in (("chunk_size", chunk_size), ("stochastic", stochastic)):
-            if value not in (None, False, True):
-                positive_int(name, value)
+        if chunk_size is not None:
+            positive_int("chunk_size", chunk_size)
+        if not isinstance(stochastic, bool):
+            positive_int("stochastic", stochastic)
         if memory_budget is not None:
             parse_bytes(memory_budget)
         self.stochastic = stochastic
@@ -192,8 +193,8 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         self._linearizer = Linearizer(
             ModelFunction(unwrap(model), names),
             dict_key_x,
-            feature_mode,
-            row_mode,
+            member(FeatureMode, "feature_mode", feature_mode),
+            member(RowMode, "row_mode", row_mode),
             chunk_size,
             compile,
         )

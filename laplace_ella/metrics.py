@@ -1,0 +1,367 @@
+"""What the comparison reports, as plain floats.
+
+Accuracy, calibration error, AUROC and mean squared error are torchmetrics'; what it
+lacks is written here. Index legend: N data, C outputs.
+
+>>> probs = torch.tensor([[0.9, 0.1], [0.4, 0.6]])
+>>> targets = torch.tensor([0, 0])
+>>> accuracy(probs, targets), round(nll(probs, targets), 4)
+(0.5, 0.5108)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torchmetrics.functional import mean_squared_error
+from torchmetrics.functional.classification import (
+    binary_auroc,
+    multiclass_accuracy,
+    multiclass_calibration_error,
+)
+
+__all__ = [
+    "ConfidenceCurve",
+    "ReliabilityCurve",
+    "accuracy",
+    "brier",
+    "classification_metrics",
+    "ece",
+    "entropy",
+    "error_versus_confidence",
+    "gaussian_kl",
+    "gaussian_nll",
+    "interval_calibration_error",
+    "interval_coverage",
+    "nll",
+    "ood_auroc",
+    "regression_metrics",
+    "reliability_curve",
+    "rmse",
+]
+
+#: Nominal levels of the reported central intervals.
+COVERAGE_LEVELS = (0.5, 0.9, 0.95)
+
+#: Nominal levels over which `interval_calibration_error` averages.
+CALIBRATION_LEVELS = tuple(i / 20 for i in range(1, 20))
+
+
+@dataclass(frozen=True)
+class ReliabilityCurve:
+    """Confidence against accuracy in equal bins of confidence.
+
+    Attributes
+    ----------
+    confidence, accuracy : list of float
+        means of the non-empty bins
+    count : list of int
+        predictions in each of them
+    """
+
+    confidence: list[float]
+    accuracy: list[float]
+    count: list[int]
+
+
+@dataclass(frozen=True)
+class ConfidenceCurve:
+    """Error of the predictions on one side of a confidence threshold.
+
+    Attributes
+    ----------
+    threshold : list of float
+        τ, only those with at least one prediction on the chosen side
+    error : list of float
+        error rate of these predictions
+    fraction : list of float
+        their share of all predictions
+    """
+
+    threshold: list[float]
+    error: list[float]
+    fraction: list[float]
+
+
+# --- classification: probs (N, C), targets (N,) ------------------------------------
+
+
+def accuracy(probs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Share of correct predictions."""
+    _check_classification(probs, targets)
+    return float(multiclass_accuracy(probs, targets, probs.shape[-1], average="micro"))
+
+
+def nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Mean negative log-probability of the targets.
+
+    A probability of zero counts as the smallest positive float32 (87.3 nats): one
+    underflow should be visible in the mean, not replace it by infinity.
+    """
+    _check_classification(probs, targets)
+    chosen = probs.double().gather(-1, targets.unsqueeze(-1))
+    return float(-chosen.clamp_min(torch.finfo(torch.float32).tiny).log().mean())
+
+
+def ece(probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15) -> float:
+    """Expected calibration error with equal bins and the ℓ1 norm."""
+    _check_classification(probs, targets)
+    # A sum of rounded probabilities can exceed one by an ulp; torchmetrics then takes
+    # the input for logits.
+    probs = probs.float().clamp(0.0, 1.0)
+    return float(
+        multiclass_calibration_error(
+            probs, targets, probs.shape[-1], n_bins=n_bins, norm="l1"
+        )
+    )
+
+
+def brier(probs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Mean squared distance Σ_c (p_c − 1[y = c])² to the one-hot target, in [0, 2]."""
+    _check_classification(probs, targets)
+    onehot = torch.nn.functional.one_hot(targets, probs.shape[-1]).double()
+    # The mean over all N·C entries, times C: Brier's sum over the classes.
+    return probs.shape[-1] * float(
+        mean_squared_error(probs.double().flatten(), onehot.flatten())
+    )
+
+
+def entropy(probs: torch.Tensor) -> torch.Tensor:
+    """Entropy (N,) of each predictive distribution, in nats."""
+    return torch.special.entr(probs.double()).sum(-1)
+
+
+def reliability_curve(
+    probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15
+) -> ReliabilityCurve:
+    """The bins behind `ece`, for a reliability diagram."""
+    _check_classification(probs, targets)
+    confidence, predicted = probs.double().max(-1)
+    correct = (predicted == targets).double()
+    index = (confidence * n_bins).long().clamp(0, n_bins - 1)
+    count = torch.bincount(index, minlength=n_bins)
+    filled = count > 0
+    mean_confidence = torch.bincount(index, confidence, n_bins)[filled] / count[filled]
+    mean_accuracy = torch.bincount(index, correct, n_bins)[filled] / count[filled]
+    return ReliabilityCurve(
+        mean_confidence.tolist(), mean_accuracy.tolist(), count[filled].tolist()
+    )
+
+
+def error_versus_confidence(
+    probs: torch.Tensor,
+    targets: torch.Tensor,
+    ood_probs: torch.Tensor | None = None,
+    thresholds: Sequence[float] | None = None,
+    side: str = "below",
+) -> ConfidenceCurve:
+    """Error rate against a threshold τ on the confidence max_c p_c.
+
+    Parameters
+    ----------
+    probs : torch.Tensor
+        `(N, C)`, predictions on the test data
+    targets : torch.Tensor
+        `(N,)`
+    ood_probs : torch.Tensor, optional
+        `(N', C)`, predictions on out-of-distribution data; every one is an error
+        (Deng et al. 2022, Fig. 4a: CIFAR-10 and SVHN together)
+    thresholds : sequence of float, optional
+        default 0, 0.02, …, 1
+    side : {'below', 'above'}
+        predictions with confidence ≤ τ, as in the paper, or ≥ τ, as in
+        Lakshminarayanan et al. 2017
+    """
+    _check_classification(probs, targets)
+    if side not in ("below", "above"):
+        raise ValueError(f"side must be 'below' or 'above', got {side!r}.")
+    confidence, predicted = probs.double().max(-1)
+    wrong = predicted != targets
+    if ood_probs is not None:
+        confidence = torch.cat([confidence, ood_probs.double().max(-1).values])
+        always = torch.ones(len(ood_probs), dtype=torch.bool, device=wrong.device)
+        wrong = torch.cat([wrong, always])
+    if thresholds is None:
+        thresholds = [i / 50 for i in range(51)]
+    points: list[tuple[float, float, float]] = []
+    for tau in thresholds:
+        chosen = confidence <= tau if side == "below" else confidence >= tau
+        if chosen.any():
+            points.append(
+                (
+                    float(tau),
+                    float(wrong[chosen].double().mean()),
+                    float(chosen.double().mean()),
+                )
+            )
+    return ConfidenceCurve(*(list(column) for column in zip(*points, strict=True)))
+
+
+def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:
+    """AUROC of telling out-of-distribution inputs by a score of uncertainty.
+
+    Parameters
+    ----------
+    score_in : torch.Tensor
+        `(N,)`, larger means less certain (entropy, 1 − max p, predictive variance)
+    score_ood : torch.Tensor
+        `(N',)`, the same score on the out-of-distribution inputs
+    """
+    scores = torch.cat([score_in, score_ood]).double()
+    if not scores.isfinite().all():
+        raise ValueError("ood_auroc expects finite scores, got NaN or infinity.")
+    labels = torch.cat(
+        [torch.zeros_like(score_in).long(), torch.ones_like(score_ood).long()]
+    )
+    # torchmetrics squashes scores outside [0, 1] by a sigmoid, which ties large ones.
+    # Ranks carry the same information and lie inside.
+    ranks = scores.unique(return_inverse=True)[1].double()
+    return float(binary_auroc(ranks / ranks.max().clamp_min(1.0), labels))
+
+
+def classification_metrics(
+    probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15
+) -> dict[str, float]:
+    """accuracy, nll, ece and brier of predictions `(N, C)`."""
+    return {
+        "accuracy": accuracy(probs, targets),
+        "nll": nll(probs, targets),
+        "ece": ece(probs, targets, n_bins),
+        "brier": brier(probs, targets),
+    }
+
+
+# --- regression: mean (N, C), covariance (N, C, C), targets (N, C) ------------------
+
+
+def rmse(mean: torch.Tensor, targets: torch.Tensor) -> float:
+    """Root mean squared error over all N·C entries."""
+    _check_same_shape("mean", mean, "targets", targets)
+    return float(
+        mean_squared_error(
+            mean.double().flatten(), targets.double().flatten(), squared=False
+        )
+    )
+
+
+def gaussian_nll(
+    mean: torch.Tensor, covariance: torch.Tensor, targets: torch.Tensor
+) -> float:
+    """Mean over N of −log N(y; mean, covariance), covariance with the noise in it."""
+    _check_gaussian(mean, covariance)
+    _check_same_shape("mean", mean, "targets", targets)
+    normal = torch.distributions.MultivariateNormal(mean.double(), covariance.double())
+    return float(-normal.log_prob(targets.double()).mean())
+
+
+def interval_coverage(
+    mean: torch.Tensor,
+    std: torch.Tensor,
+    targets: torch.Tensor,
+    levels: Sequence[float] = COVERAGE_LEVELS,
+) -> list[float]:
+    """Share of the targets inside the central interval of each nominal level.
+
+    mean, std, targets all `(N, C)`; each output counts by its marginal.
+    """
+    _check_same_shape("mean", mean, "std", std)
+    _check_same_shape("mean", mean, "targets", targets)
+    # y lies in the central interval of level c when |Φ(z) − ½| ≤ c/2,
+    # that is, erf(|z|/√2) ≤ c.
+    z = (targets.double() - mean.double()).abs() / std.double()
+    needed = torch.erf(z / math.sqrt(2.0))
+    return [float((needed <= level).double().mean()) for level in levels]
+
+
+def interval_calibration_error(
+    mean: torch.Tensor,
+    std: torch.Tensor,
+    targets: torch.Tensor,
+    levels: Sequence[float] = CALIBRATION_LEVELS,
+) -> float:
+    """Mean distance of observed from nominal coverage over the levels 5 %, …, 95 %."""
+    observed = interval_coverage(mean, std, targets, levels)
+    return sum(abs(o - c) for o, c in zip(observed, levels, strict=True)) / len(levels)
+
+
+def gaussian_kl(
+    mean: torch.Tensor,
+    covariance: torch.Tensor,
+    ref_mean: torch.Tensor,
+    ref_covariance: torch.Tensor,
+) -> float:
+    """Mean over N of KL(N(mean, covariance) ‖ N(ref_mean, ref_covariance)).
+
+    With exact linearised Laplace as the reference this is the approximation error of
+    Deng et al. 2022, Table 7.
+    """
+    _check_gaussian(mean, covariance)
+    _check_gaussian(ref_mean, ref_covariance)
+    _check_same_shape("mean", mean, "ref_mean", ref_mean)
+    q = torch.distributions.MultivariateNormal(mean.double(), covariance.double())
+    p = torch.distributions.MultivariateNormal(
+        ref_mean.double(), ref_covariance.double()
+    )
+    return float(torch.distributions.kl_divergence(q, p).mean())
+
+
+def regression_metrics(
+    mean: torch.Tensor,
+    covariance: torch.Tensor,
+    targets: torch.Tensor,
+    levels: Sequence[float] = COVERAGE_LEVELS,
+) -> dict[str, float]:
+    """nll, rmse, coverage_50/90/95 and calibration of Gaussian predictives.
+
+    Parameters
+    ----------
+    mean : torch.Tensor
+        `(N, C)`
+    covariance : torch.Tensor
+        `(N, C, C)` with the observation noise in it
+    targets : torch.Tensor
+        `(N, C)`
+    """
+    std = covariance.diagonal(dim1=-2, dim2=-1).double().sqrt()
+    coverage = interval_coverage(mean, std, targets, levels)
+    return {
+        "nll": gaussian_nll(mean, covariance, targets),
+        "rmse": rmse(mean, targets),
+        **{
+            f"coverage_{round(100 * level)}": value
+            for level, value in zip(levels, coverage, strict=True)
+        },
+        "calibration": interval_calibration_error(mean, std, targets),
+    }
+
+
+# --- checks --------------------------------------------------------------------------
+
+
+def _check_classification(probs: torch.Tensor, targets: torch.Tensor) -> None:
+    if probs.ndim != 2 or targets.shape != probs.shape[:1]:
+        raise ValueError(
+            "Expected probs (N, C) and integer targets (N,), got shapes "
+            f"{tuple(probs.shape)} and {tuple(targets.shape)}."
+        )
+    if len(probs) == 0:
+        raise ValueError("Expected at least one prediction, got none.")
+
+
+def _check_gaussian(mean: torch.Tensor, covariance: torch.Tensor) -> None:
+    if mean.ndim != 2 or covariance.shape != (*mean.shape, mean.shape[-1]):
+        raise ValueError(
+            "Expected mean (N, C) and covariance (N, C, C), got shapes "
+            f"{tuple(mean.shape)} and {tuple(covariance.shape)}."
+        )
+
+
+def _check_same_shape(a: str, x: torch.Tensor, b: str, y: torch.Tensor) -> None:
+    if x.shape != y.shape:
+        raise ValueError(
+            f"{a} and {b} must have the same shape, got {tuple(x.shape)} and "
+            f"{tuple(y.shape)}."
+        )

@@ -1,0 +1,534 @@
+"""Figures of comparisons and of single posteriors.
+
+Every function draws into `ax` (a new one if None), returns it and sets no global
+style. Lines differ in dash and marker as well as in colour (Okabe and Ito's palette,
+made for colour-blind readers), so that they can be told apart in grey.
+
+matplotlib is an extra: `pip install "laplace-ella[plots]"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from laplace_ella.report import Report, heading
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = [
+    "plot_boxes",
+    "plot_cost_quality",
+    "plot_error_heatmap",
+    "plot_error_versus_confidence",
+    "plot_history",
+    "plot_rank_curves",
+    "plot_regression",
+    "plot_reliability",
+    "plot_spectrum",
+]
+
+#: Okabe and Ito (2008), the palest (yellow) left out.
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p")
+HATCHES = ("", "//", "..", "\\\\", "xx", "--", "oo")
+GREY = "0.45"
+
+
+def _new_axes(ax: Axes | None) -> Axes:
+    if ax is not None:
+        return ax
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            'Plots need matplotlib: pip install "laplace-ella[plots]"'
+        ) from error
+    return plt.subplots(figsize=(5, 3.6), layout="constrained")[1]
+
+
+def _style(i: int, every: int = 1) -> dict[str, Any]:
+    """Look of the i-th line; colours repeat after 7, dashes and markers do not align.
+
+    The marker stands on every `every`-th point.
+    """
+    return {
+        "color": COLOURS[i % len(COLOURS)],
+        "linestyle": DASHES[(i + i // len(COLOURS)) % len(DASHES)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "markersize": 4,
+        "markevery": every,
+        "linewidth": 1.4,
+    }
+
+
+def _numbers(values: Any) -> list[float]:
+    """A flat list of floats from a tensor, an array or a sequence."""
+    return torch.as_tensor(values).detach().double().cpu().flatten().tolist()
+
+
+def _plain(ax: Axes) -> None:
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+# --- 1-D regression ------------------------------------------------------------------
+
+
+def plot_regression(
+    x: Any,
+    mean: Any,
+    std: Any,
+    ax: Axes | None = None,
+    *,
+    train: tuple[Any, Any] | None = None,
+    truth: Any = None,
+    title: str | None = None,
+    widths: Sequence[float] = (1.0, 2.0),
+) -> Axes:
+    """Mean and bands of a 1-D regression (Deng et al. 2022, Fig. 1).
+
+    Parameters
+    ----------
+    x, mean, std : array-like
+        `(N,)`, x ascending
+    train : (x, y), optional
+        training data, drawn as dots
+    truth : array-like, optional
+        `(N,)`, noise-free function
+    widths : sequence of float
+        half-widths of the bands in standard deviations
+    """
+    ax = _new_axes(ax)
+    x, mean, std = (torch.tensor(_numbers(v)) for v in (x, mean, std))
+    for i, width in enumerate(sorted(widths, reverse=True)):
+        ax.fill_between(
+            x.numpy(),
+            (mean - width * std).numpy(),
+            (mean + width * std).numpy(),
+            color=COLOURS[0],
+            alpha=min(0.2 + 0.15 * i, 0.6),  # inner bands darker
+            linewidth=0,
+            label=f"± {width:g} std",
+        )
+    ax.plot(x.numpy(), mean.numpy(), color=COLOURS[0], linewidth=1.6, label="mean")
+    if truth is not None:
+        ax.plot(
+            x.numpy(),
+            _numbers(truth),
+            color="black",
+            linestyle=(0, (4, 2)),
+            linewidth=1.0,
+            label="truth",
+        )
+    if train is not None:
+        ax.plot(
+            _numbers(train[0]),
+            _numbers(train[1]),
+            linestyle="none",
+            marker="o",
+            markersize=4,
+            markerfacecolor=COLOURS[1],
+            markeredgecolor="white",
+            markeredgewidth=0.6,
+            label="training data",
+        )
+    if title:
+        ax.set_title(title)
+    ax.set_xlabel("x")
+    ax.set_ylabel("y")
+    _plain(ax)
+    return ax
+
+
+# --- classification ------------------------------------------------------------------
+
+
+def plot_reliability(
+    curves: Report | Mapping[str, Any],
+    ax: Axes | None = None,
+    *,
+    link: str | None = None,
+    min_count: int = 1,
+) -> Axes:
+    """Accuracy minus confidence against confidence; the zero line is calibration.
+
+    The gap is drawn rather than the accuracy itself, since the curves of good methods
+    lie too close to the diagonal to be told apart.
+
+    Parameters
+    ----------
+    curves : Report or mapping
+        label → `ReliabilityCurve` or its dict
+    link : str, optional
+        which link of a report
+    min_count : int
+        bins with fewer predictions are left out, as their accuracy is mostly noise
+    """
+    ax = _new_axes(ax)
+    ax.axhline(0.0, color=GREY, linewidth=1.0)
+    for i, (label, curve) in enumerate(_curves(curves, "reliability", link).items()):
+        bins = zip(curve["confidence"], curve["accuracy"], curve["count"], strict=True)
+        points = [(c, a - c) for c, a, count in bins if count >= min_count]
+        ax.plot(*zip(*points, strict=True), label=label, **_style(i))
+    ax.set_xlabel("confidence")
+    ax.set_ylabel("accuracy − confidence")
+    ax.annotate(
+        "overconfident",
+        (0.02, 0.03),
+        xycoords="axes fraction",
+        color=GREY,
+        fontsize="small",
+    )
+    ax.annotate(
+        "underconfident",
+        (0.02, 0.97),
+        xycoords="axes fraction",
+        va="top",
+        color=GREY,
+        fontsize="small",
+    )
+    ax.legend(fontsize="small", frameon=False)
+    _plain(ax)
+    return ax
+
+
+def plot_error_versus_confidence(
+    curves: Report | Mapping[str, Any],
+    ax: Axes | None = None,
+    *,
+    link: str | None = None,
+    ood: str | None = None,
+    side: str = "below",
+) -> Axes:
+    """Error rate against a confidence threshold (Deng et al. 2022, Fig. 4a).
+
+    Parameters
+    ----------
+    curves : Report or mapping
+        label → `ConfidenceCurve` or its dict
+    link : str, optional
+        which link of a report
+    ood : str, optional
+        name of the OOD set of a report, whose predictions all count as errors
+    side : {'below', 'above'}
+        predictions with confidence ≤ τ (the paper's) or ≥ τ
+    """
+    ax = _new_axes(ax)
+    name = f"error_{side}" + (f":{ood}" if ood else "")
+    for i, (label, curve) in enumerate(_curves(curves, name, link).items()):
+        ax.plot(
+            curve["threshold"], curve["error"], label=label, **_style(i, every=(i, 8))
+        )
+    sign = "≤" if side == "below" else "≥"
+    ax.set_xlabel("confidence threshold τ")
+    ax.set_ylabel(f"error rate at confidence {sign} τ")
+    ax.set_xlim(0.0, 1.0)
+    ax.legend(fontsize="small", frameon=False)
+    _plain(ax)
+    return ax
+
+
+def _curves(
+    curves: Report | Mapping[str, Any], name: str, link: str | None
+) -> dict[str, dict[str, Any]]:
+    if isinstance(curves, Report):
+        curves = curves.curves(name, link)
+        if not curves:
+            raise ValueError(
+                f"The report has no curve {name!r}"
+                + (f" for link {link!r}." if link else ".")
+            )
+    return {k: v if isinstance(v, Mapping) else vars(v) for k, v in curves.items()}
+
+
+# --- one posterior -------------------------------------------------------------------
+
+
+def plot_history(
+    history: Sequence[Mapping[str, float]],
+    ax: Axes | None = None,
+    *,
+    score: str = "loss",
+    baseline: float | None = None,
+    label: str = "ELLA",
+) -> Axes:
+    """Validation NLL against the number of data, with the best point marked.
+
+    Parameters
+    ----------
+    history : sequence of mappings
+        `la.history` after `fit(..., early_stopping=True)`: entries with 'n_data' and
+        the score
+    score : str
+        key of the score
+    baseline : float, optional
+        score of the network alone, a horizontal line
+    """
+    ax = _new_axes(ax)
+    if not history:
+        raise ValueError(
+            "The history is empty: fit with a val_loader and early_stopping=True."
+        )
+    n = [float(entry["n_data"]) for entry in history]
+    scores = [float(entry[score]) for entry in history]
+    ax.plot(n, scores, label=label, **_style(0))
+    stop = min(range(len(n)), key=scores.__getitem__)
+    ax.axvline(n[stop], color=COLOURS[1], linestyle="--", linewidth=1.2)
+    ax.annotate(
+        f"stop at N = {n[stop]:.0f}",
+        (n[stop], 0.95),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        color=COLOURS[1],
+        va="top",
+        fontsize="small",
+    )
+    if baseline is not None:
+        ax.axhline(baseline, color=GREY, linestyle=":", linewidth=1.2, label="MAP")
+    ax.set_xscale("log")
+    ax.set_xlabel("training data N")
+    ax.set_ylabel("validation NLL")
+    ax.legend(fontsize="small", frameon=False)
+    _plain(ax)
+    return ax
+
+
+def plot_rank_curves(
+    ranks: Sequence[int],
+    nll: Sequence[float],
+    evidence: Sequence[float] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """NLL against the rank K, and the log evidence on a second axis to the right."""
+    ax = _new_axes(ax)
+    lines = ax.plot(ranks, _numbers(nll), label="validation NLL", **_style(0))
+    ax.set_xlabel("rank K")
+    ax.set_ylabel("validation NLL")
+    ax.spines["top"].set_visible(False)
+    if evidence is None:
+        _plain(ax)
+    else:
+        right = ax.twinx()
+        lines += right.plot(
+            ranks, _numbers(evidence), label="log evidence", **_style(1)
+        )
+        right.set_ylabel("log evidence")
+        right.spines["top"].set_visible(False)
+    ax.legend(handles=lines, fontsize="small", frameon=False)
+    return ax
+
+
+def plot_spectrum(
+    eigenvalues: Any,
+    ax: Axes | None = None,
+    *,
+    trace: float | None = None,
+    label: str | None = None,
+) -> Axes:
+    """Eigenvalues of the sampled kernel on a logarithmic axis.
+
+    Parameters
+    ----------
+    eigenvalues : array-like
+        `(K,)`, `la.basis.eigenvalues`
+    trace : float, optional
+        `la.basis.trace`; the title then says which share the K directions carry
+    """
+    ax = _new_axes(ax)
+    values = _numbers(eigenvalues)
+    index = sum(line.get_label() != "" for line in ax.get_lines())
+    ax.plot(range(1, len(values) + 1), values, label=label, **_style(index))
+    ax.set_yscale("log")
+    ax.set_xlabel("direction k")
+    ax.set_ylabel("eigenvalue")
+    if trace is not None:
+        share = sum(values) / trace
+        ax.set_title(f"{len(values)} directions: {share:.0%} of the trace")
+    if label:
+        ax.legend(fontsize="small", frameon=False)
+    _plain(ax)
+    return ax
+
+
+def plot_error_heatmap(
+    errors: Any,
+    samples: Sequence[int],
+    ranks: Sequence[int],
+    ax: Axes | None = None,
+    *,
+    title: str | None = None,
+) -> Axes:
+    """Approximation errors over M and K (Deng et al. 2022, Fig. 2a–b).
+
+    Parameters
+    ----------
+    errors : array-like
+        `(len(samples), len(ranks))`; NaN (K > M) stays white
+    samples, ranks : sequence of int
+        the values of M, down, and of K, across
+    """
+    ax = _new_axes(ax)
+    values = torch.as_tensor(errors).detach().double().cpu()
+    if values.shape != (len(samples), len(ranks)):
+        raise ValueError(
+            f"errors must have shape (len(samples), len(ranks)) = "
+            f"({len(samples)}, {len(ranks)}), got {tuple(values.shape)}."
+        )
+    # Viridis is monotone in lightness, so it survives a black-and-white printer.
+    image = ax.imshow(values.numpy(), cmap="viridis", aspect="auto")
+    ax.set_xticks(range(len(ranks)), [str(k) for k in ranks])
+    ax.set_yticks(range(len(samples)), [str(m) for m in samples])
+    ax.set_xlabel("rank K")
+    ax.set_ylabel("samples M")
+    finite = values[values.isfinite()]
+    middle = float((finite.max() + finite.min()) / 2) if len(finite) else 0.0
+    for i, row in enumerate(values.tolist()):
+        for j, value in enumerate(row):
+            if value == value:  # not NaN
+                colour = "white" if value < middle else "black"
+                ax.text(
+                    j,
+                    i,
+                    f"{value:.2g}",
+                    ha="center",
+                    va="center",
+                    color=colour,
+                    fontsize="x-small",
+                )
+    ax.figure.colorbar(image, ax=ax, label="relative error")
+    if title:
+        ax.set_title(title)
+    return ax
+
+
+# --- many results --------------------------------------------------------------------
+
+
+def plot_boxes(
+    values: Mapping[str, Mapping[Any, Sequence[float]]],
+    ax: Axes | None = None,
+    *,
+    ylabel: str = "NLL",
+    xlabel: str = "skew intensity",
+) -> Axes:
+    """Boxes of a metric over corruptions, by level and method (Fig. 3 of the paper).
+
+    Parameters
+    ----------
+    values : mapping
+        method → level → values, one a type of corruption
+    """
+    ax = _new_axes(ax)
+    from matplotlib.patches import Patch
+
+    levels = list(dict.fromkeys(level for v in values.values() for level in v))
+    width = 0.8 / max(1, len(values))
+    handles = []
+    for i, (method, by_level) in enumerate(values.items()):
+        drawn = ax.boxplot(
+            [_numbers(by_level[level]) for level in levels if level in by_level],
+            positions=[
+                j + (i - (len(values) - 1) / 2) * width
+                for j, level in enumerate(levels)
+                if level in by_level
+            ],
+            widths=0.85 * width,
+            patch_artist=True,
+            medianprops={"color": "black"},
+            flierprops={"markersize": 3},
+            manage_ticks=False,
+        )
+        look = {
+            "facecolor": COLOURS[i % len(COLOURS)],
+            "hatch": HATCHES[i % len(HATCHES)],
+            "alpha": 0.75,
+        }
+        for box in drawn["boxes"]:
+            box.set(**look)
+        handles.append(Patch(edgecolor="black", label=method, **look))
+    ax.set_xticks(range(len(levels)), [str(level) for level in levels])
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.legend(handles=handles, fontsize="small", frameon=False)
+    _plain(ax)
+    return ax
+
+
+def plot_cost_quality(
+    report: Report,
+    ax: Axes | None = None,
+    *,
+    cost: str = "predict_s",
+    quality: str = "nll",
+    link: str | None = None,
+) -> Axes:
+    """A metric against a cost, one labelled point a method; the lower left is best.
+
+    Parameters
+    ----------
+    cost, quality : str
+        columns of the report
+    link : str, optional
+        only this link (and methods that have none)
+    """
+    ax = _new_axes(ax)
+    rows = [
+        row
+        for row in report.rows()
+        if cost in row.mean
+        and quality in row.mean
+        and (link is None or row.link in ("", link))
+    ]
+    if not rows:
+        raise ValueError(
+            f"No result has both {cost!r} and {quality!r}; columns are "
+            f"{', '.join(report.columns) or 'none'}."
+        )
+    for i, row in enumerate(rows):
+        label = row.method if link or not row.link else f"{row.method} ({row.link})"
+        # Zero seconds (nothing to fit) has no place on a logarithmic axis.
+        position = max(row.mean[cost], 1e-3), row.mean[quality]
+        look = _style(i)
+        ax.errorbar(
+            *position,
+            yerr=row.error.get(quality),
+            color=look["color"],
+            marker=look["marker"],
+            markersize=7,
+            linestyle="none",
+            label=label,
+        )
+    ax.set_xscale("log")
+    ax.set_xlabel(_axis_label(cost))
+    ax.set_ylabel(_axis_label(quality))
+    ax.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    _plain(ax)
+    return ax
+
+
+_AXIS_LABELS = {
+    "fit_s": "fitting time (s)",
+    "tune_s": "tuning time (s)",
+    "predict_s": "prediction time on the test set (s)",
+    "peak_mb": "peak memory (MB)",
+    "floats": "stored numbers",
+    "nll": "test NLL",
+    "ece": "test ECE",
+}
+
+
+def _axis_label(column: str) -> str:
+    return _AXIS_LABELS.get(column, heading(column))
