@@ -1,0 +1,227 @@
+"""Dense reference of everything that `laplace_ella` computes.
+
+Explicit matrices, plain autograd loops, no code of the package. Index legend: N data,
+C outputs, P parameters, M Nyström samples, K rank, B batch.
+"""
+
+from __future__ import annotations
+
+from math import log, pi
+
+import torch
+import torch.nn.functional as F
+
+
+def jacobians(model, x, params=None):
+    """Outputs (B, C) and Jacobians (B, C, P), one backward pass an output."""
+    if params is None:
+        params = [p for p in model.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        f = model(x)
+        Js = torch.stack(
+            [
+                torch.stack([_flat_grad(f_bc, params) for f_bc in f_b])
+                for f_b in f.unbind()
+            ]
+        )
+    return f.detach(), Js.detach()
+
+
+def _flat_grad(output, params):
+    grads = torch.autograd.grad(output, params, retain_graph=True, allow_unused=True)
+    return torch.cat(
+        [
+            torch.zeros_like(p).flatten() if g is None else g.flatten()
+            for g, p in zip(grads, params, strict=True)
+        ]
+    )
+
+
+def loss(f, y, likelihood):
+    """Negative log-likelihood without noise and normaliser, as Laplace sums it."""
+    if likelihood == "regression":
+        return 0.5 * (f - y).square().sum()
+    return F.cross_entropy(f, y, reduction="sum")
+
+
+def loss_hessian(f, likelihood):
+    """Λ (B, C, C)."""
+    if likelihood == "regression":
+        return torch.eye(f.shape[-1], dtype=f.dtype).expand(len(f), -1, -1)
+    p = f.softmax(-1)
+    return torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+
+
+def nystrom(rows, k):
+    """Top-k directions V (P, k) and all eigenvalues (M,) from the rows J̃ (M, P)."""
+    eigenvalues, U = torch.linalg.eigh(rows @ rows.T)
+    eigenvalues, U = eigenvalues.flip(0), U.flip(1)
+    return rows.T @ U[:, :k] / eigenvalues[:k].sqrt(), eigenvalues
+
+
+def curvature(Js, Lam, V):
+    """H = Σ φᵀΛφ (K, K)."""
+    phi = Js @ V
+    return torch.einsum("nck,ncd,ndl->kl", phi, Lam, phi)
+
+
+def expand_prior(prior, params):
+    """Diagonal D (P,) of a scalar, layerwise or diagonal prior precision."""
+    sizes = [p.numel() for p in params]
+    prior = torch.as_tensor(prior, dtype=torch.float64).reshape(-1)
+    if len(prior) == 1:
+        return prior.expand(sum(sizes))
+    if len(prior) == len(sizes):
+        return torch.cat([d.expand(n) for d, n in zip(prior, sizes, strict=True)])
+    return prior
+
+
+def precision(H, V, D, factor=1.0):
+    """G = H·factor + VᵀDV (K, K)."""
+    return factor * H + V.T @ (D[:, None] * V)
+
+
+def subspace_covariance(H, V, D, factor=1.0):
+    """Σ = V G⁻¹ Vᵀ (P, P): the paper's posterior."""
+    return V @ torch.linalg.inv(precision(H, V, D, factor)) @ V.T
+
+
+def complement_covariance(H, V, D, factor=1.0):
+    """Σ = (D + V H Vᵀ)⁻¹ (P, P): the prior kept outside the subspace."""
+    return torch.linalg.inv(torch.diag(D) + factor * V @ H @ V.T)
+
+
+def marginal(Js, Sigma):
+    """(B, C, C)."""
+    return Js @ Sigma @ Js.mT
+
+
+def joint(Js, Sigma):
+    """(B·C, B·C)."""
+    flat = Js.flatten(0, 1)
+    return flat @ Sigma @ flat.T
+
+
+def log_likelihood(loss_value, n_data, n_outputs, likelihood, sigma, temperature):
+    if likelihood != "regression":
+        return -loss_value / temperature
+    sigma = torch.as_tensor(sigma, dtype=torch.float64)
+    normaliser = n_data * n_outputs * (sigma.log() + 0.5 * log(2 * pi))
+    return -loss_value / sigma**2 / temperature - normaliser
+
+
+def evidence(log_lik, H, V, D, delta, factor=1.0):
+    """log p(D|θ̂) − ½[log det G − log det VᵀDV] − ½ (θ̂−μ)ᵀD(θ̂−μ)."""
+    ratio = precision(H, V, D, factor).logdet() - precision(0 * H, V, D).logdet()
+    return log_lik - 0.5 * (ratio + (delta * D) @ delta)
+
+
+def sampled_probs(f_mu, f_var, n_samples, seed=0):
+    """Softmax averaged over draws from N(f_mu, f_var), by Cholesky of f_var."""
+    C = f_mu.shape[-1]
+    jitter = 1e-12 * f_var.mean().abs() * torch.eye(C, dtype=torch.float64)
+    L = torch.linalg.cholesky(f_var + jitter)
+    generator = torch.Generator().manual_seed(seed)
+    eps = torch.randn(n_samples, *f_mu.shape, generator=generator, dtype=torch.float64)
+    return (f_mu + torch.einsum("bcd,sbd->sbc", L, eps)).softmax(-1).mean(0)
+
+
+def probit(f_mu, f_var):
+    scale = (1 + pi / 8 * f_var.diagonal(dim1=1, dim2=2)).sqrt()
+    return (f_mu / scale).softmax(-1)
+
+
+def bridge(f_mu, f_var, normalise=False):
+    """Laplace bridge: zero-sum correction, then the mean of the Dirichlet."""
+    C = f_mu.shape[-1]
+    rows, total = f_var.sum(-1), f_var.sum((1, 2))
+    mu = f_mu - rows * f_mu.sum(-1, keepdim=True) / total[:, None]
+    var = f_var - rows[:, :, None] * rows[:, None, :] / total[:, None, None]
+    var = var.diagonal(dim1=1, dim2=2)
+    if normalise:
+        scale = var.mean(-1, keepdim=True) / (C / 2) ** 0.5
+        mu, var = mu / scale.sqrt(), var / scale
+    alpha = (1 - 2 / C + mu.exp() / C**2 * (-mu).exp().sum(-1, keepdim=True)) / var
+    return alpha / alpha.sum(-1, keepdim=True)
+
+
+LINKS = {
+    "probit": probit,
+    "bridge": bridge,
+    "bridge_norm": lambda f_mu, f_var: bridge(f_mu, f_var, normalise=True),
+    "mc": lambda f_mu, f_var: sampled_probs(f_mu, f_var, 100_000),
+}
+
+
+def kappa_eq8(J1, J2, J_train, Lam, rows, prior):
+    """κ_ELLA (C, C) through the features φ = J V with K = M (paper, Eq. 8)."""
+    V, _ = nystrom(rows, len(rows))
+    G = curvature(J_train, Lam, V) + prior * torch.eye(V.shape[1]).double()
+    return J1 @ V @ torch.linalg.inv(G) @ (J2 @ V).T
+
+
+def kappa_eq21(J1, J2, J_train, Lam, rows, prior):
+    """κ_ELLA (C, C) through Σ' (paper, Eq. 21), without eigenvectors."""
+    cross = torch.einsum("mp,ncp->nmc", rows, J_train)  # J̃ Jᵀ, by example
+    inner = (cross @ Lam @ cross.mT).sum(0) + prior * rows @ rows.T
+    return J1 @ rows.T @ torch.linalg.inv(inner) @ rows @ J2.T
+
+
+class Reference:
+    """Everything about one problem, given the directions V (P, K).
+
+    `sigma`, `temperature` and `prior_mean` are those of the likelihood and the prior;
+    every method takes the prior precision, scalar, layerwise or diagonal.
+    """
+
+    def __init__(self, case, V, sigma=1.0, temperature=1.0, prior_mean=0.0):
+        self.model, self.params, self.likelihood = (
+            case.model,
+            case.params,
+            case.likelihood,
+        )
+        self.V, self.sigma, self.temperature = V, sigma, temperature
+        self.f, self.Js = jacobians(case.model, case.x, case.params)
+        self.Lam = loss_hessian(self.f, case.likelihood)
+        self.loss = loss(self.f, case.y, case.likelihood)
+        self.H = curvature(self.Js, self.Lam, V)
+        self.theta = torch.cat([p.detach().flatten() for p in case.params])
+        self.delta = self.theta - prior_mean
+        self.factor = 1 / torch.as_tensor(sigma).double() ** 2 / temperature
+
+    def prior(self, prior):
+        return expand_prior(prior, self.params)
+
+    def precision(self, prior):
+        return precision(self.H, self.V, self.prior(prior), self.factor)
+
+    def covariance(self, prior, complement="drop"):
+        """Σ (P, P) of the weights."""
+        pick = {"drop": subspace_covariance, "prior": complement_covariance}[complement]
+        return pick(self.H, self.V, self.prior(prior), self.factor)
+
+    def predict(self, x, prior, complement="drop"):
+        """f_mu (B, C) and f_var (B, C, C)."""
+        f, Js = jacobians(self.model, x, self.params)
+        return f, marginal(Js, self.covariance(prior, complement))
+
+    def predict_joint(self, x, prior, complement="drop"):
+        """f_mu (B·C,) and f_var (B·C, B·C)."""
+        f, Js = jacobians(self.model, x, self.params)
+        return f.flatten(), joint(Js, self.covariance(prior, complement))
+
+    @property
+    def log_likelihood(self):
+        return log_likelihood(
+            self.loss, *self.f.shape, self.likelihood, self.sigma, self.temperature
+        )
+
+    def evidence(self, prior):
+        return evidence(
+            self.log_likelihood,
+            self.H,
+            self.V,
+            self.prior(prior),
+            self.delta,
+            self.factor,
+        )
