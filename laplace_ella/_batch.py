@@ -50,7 +50,8 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, torch.Tensor]:
 def to_device(x: Any, device: torch.device) -> Any:
     """Move every tensor of `x` to `device`; containers are copied, not changed."""
     if isinstance(x, torch.Tensor):
-        return x.to(device)
+        # Tensors made in inference mode cannot be saved for a backward pass.
+        return x.to(device, copy=x.is_inference())
     if isinstance(x, MutableMapping):
         moved = copy.copy(x)
         for key, value in x.items():

@@ -71,4 +71,7 @@ class ModelFunction:
             for name, p in self.model.named_parameters()
             if name not in chosen
         }
-        return functional_call(self.model, {**others, **chosen}, (x,), kwargs)
+        # Copies, made inside any transform: a forward pass may count in place.
+        buffers = {name: b.clone() for name, b in self.model.named_buffers()}
+        state = {**buffers, **others, **chosen}
+        return functional_call(self.model, state, (x,), kwargs)

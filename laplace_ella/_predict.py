@@ -248,10 +248,11 @@ class Predicting:
         **model_kwargs: Any,
     ) -> torch.Tensor:
         """Outputs of the network with sampled weights, never written to it."""
-        fn, x = self._linearizer.fn, to_device(X, self._device)
+        fn = self._linearizer.fn
         params = [p.dtype for p in fn.parameters()]
         samples = []
         with self._undisturbed():
+            x = to_device(X, self._device)
             for _ in range(n_samples):  # one by one: a sample is as large as the model
                 theta = fn.split(self.sample(1, generator)[0])
                 theta = [t.to(d) for t, d in zip(theta, params, strict=True)]

@@ -383,9 +383,13 @@ def _tune_laplace(
             "grid_size": settings.grid_size,
             **link,
         }
-        if settings.is_regression:
-            # Laplace's own default is the MSE, which no prior changes.
-            options["loss"] = noisy_nll(float(la.sigma_noise))
+        # Laplace's own defaults do not tell priors apart: the MSE, which no prior
+        # changes, and a running NLL that is never reset between the candidates.
+        options["loss"] = (
+            noisy_nll(float(la.sigma_noise))
+            if settings.is_regression
+            else categorical_nll
+        )
         la.optimize_prior_precision(**{**options, **method.tune_kwargs})
     elif tune is Tuning.TEMPERATURE:
         la.optimize_temperature(val_loader, **{**link, **method.tune_kwargs})
@@ -408,6 +412,11 @@ def noisy_nll(sigma: float) -> Callable[..., torch.Tensor]:
         return torch.as_tensor(metrics.gaussian_nll(mean, noisy, targets))
 
     return loss
+
+
+def categorical_nll(probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Loss for Laplace's grid search: NLL of probabilities (N, C)."""
+    return torch.as_tensor(metrics.nll(probs, targets))
 
 
 def with_noise(covariance: torch.Tensor, sigma: float) -> torch.Tensor:

@@ -158,7 +158,7 @@ def run_regression_demo(
         "averaged over 200 inputs in [-4, 4]; noise and prior are the same for all"
     )
     for name, kl in kls.items():
-        echo(f"  {name:<28} {kl:6.3f}")
+        echo(f"  {name:<30} {kl:7.3f}")
 
     figure, axes = plt.subplots(
         2, 4, figsize=(12, 5), sharex=True, sharey=True, layout="constrained"
@@ -250,8 +250,9 @@ def load_digits_problem(seed: int = 0) -> Digits:
     Gaussian noise is added to all images once, since on the clean ones even the plain
     network is calibrated and there is nothing to compare.
 
-    Out-of-distribution data, with the same noise, are the digits 8 and 9, which the network has never seen
-    ('digits 8, 9'), and 8×8 patches of scikit-learn's two photographs ('photos').
+    Out-of-distribution data, with the same noise, are the digits 8 and 9, which the
+    network has never seen ('digits 8, 9'), and 8×8 patches of scikit-learn's two
+    photographs ('photos').
     """
     x, y = _digits()
     photos = _photo_patches(300, seed)
@@ -357,7 +358,8 @@ def run_classification_demo(
     n_train = len(problem.train.dataset)
     prior = prior_precision_from_weight_decay(problem.weight_decay, n_train)
     echo(
-        f"Digits 0–7 with pixel noise {PIXEL_NOISE}: CNN with BatchNorm, {_count(problem.model)} parameters,\n"
+        f"Digits 0–7 with pixel noise {PIXEL_NOISE}; CNN with BatchNorm, "
+        f"{_count(problem.model)} parameters;\n"
         f"{n_train} training, {len(problem.val.dataset)} validation, "
         f"{len(problem.test.dataset)} test images.\n"
         "OOD: the unseen digits 8 and 9; 8×8 patches of two photographs."
@@ -371,6 +373,7 @@ def run_classification_demo(
         problem.ood,
         CLASSIFICATION_METHODS,
         tune="gridsearch",
+        grid_size=17,  # half decades
         prior_precision=prior,
         progress=progress,
     )
@@ -390,6 +393,7 @@ def _draw_classification(plt: Any, report: Report, out: Any, echo: Printer) -> N
     plotting.plot_error_versus_confidence(
         few, axes[1], link="mc", ood="digits 8, 9", side="above"
     )
+    axes[0].get_legend().remove()  # the same lines as on the right
     axes[0].set_title("Calibration on the test set")
     axes[1].set_title("Errors on test set and unseen digits together")
     _save(figure, out, "calibration.png", echo)

@@ -165,6 +165,10 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         self.basis_device = None if basis_device is None else torch.device(basis_device)
         self.seed = seed
         self.balanced = balanced
+        self.feature_mode = member(FeatureMode, "feature_mode", feature_mode)
+        self.row_mode = member(RowMode, "row_mode", row_mode)
+        self.chunk_size = chunk_size
+        self.compile = compile
         self.basis: NystromBasis | None = None
         self._layer_grams: list[torch.Tensor] = []
         self.complement = complement
@@ -193,8 +197,8 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         self._linearizer = Linearizer(
             ModelFunction(unwrap(model), names),
             dict_key_x,
-            member(FeatureMode, "feature_mode", feature_mode),
-            member(RowMode, "row_mode", row_mode),
+            self.feature_mode,
+            self.row_mode,
             chunk_size,
             compile,
         )
@@ -295,6 +299,7 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
     def _undisturbed(self, *loaders: Any) -> Iterator[None]:
         """Eval mode, no graph, and everything of the user's restored on exit."""
         with (
+            torch.inference_mode(False),  # derivatives need what it leaves out
             evaluation_mode(self.model),
             random_states(self._device, *loaders),
             torch.set_grad_enabled(self.enable_backprop and not loaders),

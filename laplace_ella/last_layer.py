@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader
 from laplace_ella import _sampling
 from laplace_ella._functional import ModelFunction, unwrap
 from laplace_ella.ella import ELLALaplace
+from laplace_ella.features import FeatureMode
+from laplace_ella.posterior import Complement
+from laplace_ella.rows import RowMode
 
 __all__ = ["ELLALLLaplace"]
 
@@ -53,7 +56,20 @@ class ELLALLLaplace(ELLALaplace):
         last_layer_name: str | None = None,
         backend_kwargs: dict[str, Any] | None = None,
         asdl_fisher_kwargs: dict[str, Any] | None = None,
-        **nystrom_kwargs: Any,
+        *,
+        subsample_size: int = 2000,
+        n_eigenvalues: int | str = 20,
+        seed: int = 1234,
+        balanced: bool = False,
+        feature_mode: FeatureMode | str = FeatureMode.AUTO,
+        row_mode: RowMode | str = RowMode.AUTO,
+        complement: Complement | str = Complement.DROP,
+        stochastic: bool | int = False,
+        chunk_size: int | None = None,
+        memory_budget: int | float | str | None = None,
+        basis_dtype: torch.dtype | None = None,
+        basis_device: torch.device | str | None = None,
+        compile: bool | dict[str, Any] = False,
     ) -> None:
         if asdl_fisher_kwargs is not None:
             raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
@@ -69,7 +85,19 @@ class ELLALLLaplace(ELLALaplace):
             dict_key_y,
             backend,
             backend_kwargs,
-            **nystrom_kwargs,
+            subsample_size=subsample_size,
+            n_eigenvalues=n_eigenvalues,
+            seed=seed,
+            balanced=balanced,
+            feature_mode=feature_mode,
+            row_mode=row_mode,
+            complement=complement,
+            stochastic=stochastic,
+            chunk_size=chunk_size,
+            memory_budget=memory_budget,
+            basis_dtype=basis_dtype,
+            basis_device=basis_device,
+            compile=compile,
         )
         self.feature_reduction = feature_reduction
         self._last_layer_name = last_layer_name

@@ -170,17 +170,10 @@ class Linearizer:
         ways = {RowMode.VMAP: way(rows_by_vmap), RowMode.LOOP: way(rows_by_loop)}
         if self.asked_row_mode is not RowMode.AUTO:
             ways = {self.asked_row_mode: ways[self.asked_row_mode]}
-        few = min(len(examples), 16, self._rows_at_once())
         with differentiable_kernels():
-            trials = {
-                # A loop takes as long an example, however many there are.
-                mode: _try(
-                    ways[mode],
-                    few if mode is RowMode.VMAP else min(few, 4),
-                    self._has_values(),
-                )
-                for mode in ways
-            }
+            trials = self._try_row_modes(
+                ways, min(len(examples), 16, self._rows_at_once())
+            )
         self.row_mode = _winner(trials)
         logger.info("rows of the Jacobian by %s", self.row_mode.value)
 
@@ -210,11 +203,22 @@ class Linearizer:
         }
         if self.asked_row_mode is not RowMode.AUTO:
             ways = {self.asked_row_mode: ways[self.asked_row_mode]}
-        few = min(size, 4, self._rows_at_once(rows_per_example=self.n_outputs))
+        at_once = self._rows_at_once(rows_per_example=self.n_outputs)
         with differentiable_kernels(), torch.no_grad():
-            trials = {mode: _try(ways[mode], few, self._has_values()) for mode in ways}
+            trials = self._try_row_modes(ways, min(size, 16, at_once))
         self.jacobian_mode = _winner(trials)
         logger.info("Jacobians by %s", self.jacobian_mode.value)
+
+    def _try_row_modes(
+        self, ways: dict[RowMode, Callable[[int], object]], n: int
+    ) -> dict[RowMode, _Trial]:
+        """Trials on n examples; a loop takes as long an example on a few."""
+        return {
+            mode: _try(
+                way, n if mode is RowMode.VMAP else min(n, 2), self._has_values()
+            )
+            for mode, way in ways.items()
+        }
 
     def _has_values(self) -> bool:
         """Whether a timing means anything: not where tensors have no values."""
@@ -417,6 +421,21 @@ class Linearizer:
         }
 
 
+class NotDifferentiableError(RuntimeError):
+    """No way to differentiate the model works; the message has what each one said."""
+
+    def __init__(self, trials: dict[Any, _Trial]) -> None:
+        self.said = "; ".join(
+            f"{_name(way)}: {_first_line(trial.error)}" for way, trial in trials.items()
+        )
+        super().__init__(
+            f"The model could not be differentiated. {self.said}. Options: another "
+            "feature_mode (forward, reverse, double_vjp) or row_mode (vmap, loop), "
+            "freezing the layers with the unsupported operator "
+            "(requires_grad_(False)), or subset_of_weights='last_layer'."
+        )
+
+
 @dataclass(frozen=True)
 class _Trial:
     """What came of one way: seconds an example, or the exception it raised."""
@@ -463,14 +482,7 @@ def _winner(trials: dict[Any, _Trial]) -> Any:
     best = min(trials, key=lambda way: trials[way].seconds)
     if trials[best].error is None:
         return best
-    said = "; ".join(
-        f"{_name(way)}: {_first_line(trial.error)}" for way, trial in trials.items()
-    )
-    raise RuntimeError(
-        f"The model could not be differentiated. {said}. Options: another feature_mode "
-        "(forward, reverse, double_vjp), freezing the layers with the unsupported "
-        "operator (requires_grad_(False)), or subset_of_weights='last_layer'."
-    ) from trials[best].error
+    raise NotDifferentiableError(trials) from trials[best].error
 
 
 def _name(way: Any) -> str:
@@ -478,5 +490,7 @@ def _name(way: Any) -> str:
 
 
 def _first_line(error: Exception | None) -> str:
+    if isinstance(error, NotDifferentiableError):
+        return error.said
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

@@ -146,7 +146,7 @@ class RowSketch:
                 f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
                 f"{self.n_samples} sampled gradients; using {rank}.",
                 RankWarning,
-                stacklevel=2,
+                stacklevel=5,  # the caller of fit()
             )
         rank = min(rank, n_eigenvalues)
         known = has_values(self._energy)

@@ -312,7 +312,10 @@ def plot_rank_curves(
     evidence: Sequence[float] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """NLL against the rank K, and the log evidence on a second axis to the right."""
+    """NLL against the rank K, and the log evidence on a second axis to the right.
+
+    Ranks that span a factor of 16 or more get a logarithmic axis.
+    """
     ax = _new_axes(ax)
     lines = ax.plot(ranks, _numbers(nll), label="validation NLL", **_style(0))
     ax.set_xlabel("rank K")
@@ -327,7 +330,11 @@ def plot_rank_curves(
         )
         right.set_ylabel("log evidence")
         right.spines["top"].set_visible(False)
-    ax.legend(handles=lines, fontsize="small", frameon=False)
+    if min(ranks) > 0 and max(ranks) >= 16 * min(ranks):
+        ax.set_xscale("log", base=2)
+        if len(ranks) <= 10:
+            ax.set_xticks(ranks, [str(k) for k in ranks])
+    ax.legend(handles=lines, fontsize="small", frameon=False, loc="center right")
     return ax
 
 

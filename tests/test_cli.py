@@ -1,0 +1,267 @@
+"""The command line, as a user calls it: in a process of its own."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from laplace_ella import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SETUP = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+
+def setup():
+    torch.manual_seed(0)
+    x = torch.randn(60, 2)
+    y = (x[:, 0] > 0).long()
+    loader = DataLoader(TensorDataset(x, y), batch_size=20)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
+    return dict(model=model, likelihood="classification", train_loader=loader,
+                test_loader=loader, val_loader=loader, n_samples=16, n_steps=3)
+
+def as_tuple():
+    s = setup()
+    return s["model"], s["likelihood"], s["train_loader"], s["test_loader"]
+
+def incomplete():
+    return {"model": setup()["model"]}
+
+def number():
+    return 3
+
+def broken():
+    raise ZeroDivisionError("in the user's code")
+
+def slow():
+    import time
+    class Slow(nn.Linear):
+        def forward(self, x):
+            print("predicting", flush=True)
+            time.sleep(60)
+            return super().forward(x)
+    s = setup()
+    s["model"] = Slow(2, 2)
+    return s
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "task.py").write_text(SETUP)
+    return tmp_path
+
+
+def environment():
+    env = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
+    )
+    return env
+
+
+def run(folder, *args):
+    return subprocess.run(
+        [sys.executable, "-m", "laplace_ella", *args],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def call(monkeypatch, capsys, folder, *args):
+    """The same without a new process, for the many small mistakes."""
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "task", raising=False)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    try:
+        code = cli.main(args)
+    except SystemExit as error:  # argparse
+        code = error.code
+    out, err = capsys.readouterr()
+    monkeypatch.delitem(sys.modules, "task", raising=False)
+    return code, out, err
+
+
+def test_compare_prints_the_table_and_writes_reports(folder):
+    done = run(
+        folder, "compare", "task:setup", "--methods", "map,last-layer-diag",
+        "--links", "probit", "--out", "results", "--quiet",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:3] == ["method", "link", "acc."]
+    assert lines[2].startswith("map")
+    assert lines[3].startswith("last-layer-diag")
+    written = {path.name for path in (folder / "results").iterdir()}
+    assert written == {"report.md", "report.csv", "report.json"}
+    assert "Traceback" not in done.stderr
+
+
+def test_help_has_examples(monkeypatch, capsys, folder):
+    code, out, _ = call(monkeypatch, capsys, folder, "--help")
+    assert code == 0
+    assert "examples:" in out
+    for command in ("demo", "compare", "doctor"):
+        assert f"laplace-ella {command}" in out
+        code, out_of_command, _ = call(monkeypatch, capsys, folder, command, "--help")
+        assert code == 0
+        assert "example" in out_of_command
+
+
+def test_interruption_prints_what_is_there_and_exits_130(folder):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "laplace_ella", "compare", "task:slow", "--quiet"],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "predicting\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("style", ["csv", "json", "markdown"])
+def test_formats(monkeypatch, capsys, folder, style):
+    code, out, _ = call(
+        monkeypatch, capsys, folder, "compare", "task:as_tuple", "--methods", "map",
+        "--format", style, "--quiet",
+    )  # fmt: skip
+    assert code == 0
+    if style == "csv":
+        (row,) = csv.DictReader(io.StringIO(out))
+        assert row["method"] == "map"
+    elif style == "json":
+        assert json.loads(out)["results"][0]["status"] == "ok"
+    else:
+        assert out.startswith("| method |")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["compare", "task"], "TARGET must be module:function"),
+        (["compare", "nothing:setup"], "No module 'nothing'"),
+        (["compare", "no.such:setup"], "No module 'no.such'"),
+        (["compare", "task:nothing"], "It has: DataLoader"),
+        (["compare", "task:not_a_function"], "has no function 'not_a_function'"),
+        (["compare", "task:number"], "got int"),
+        (["compare", "task:incomplete"], "missing: likelihood, train_loader"),
+        (["compare", "task:setup", "--methods", "nope"], "Unknown method 'nope'"),
+        (["compare", "task:setup", "--links", "nope"], "links must be among"),
+        (["compare", "task:setup", "--seeds", "a"], "expected integers"),
+        (["compare"], "required: TARGET"),
+        (["dance"], "invalid choice"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_mistakes_exit_2_without_a_stack_trace(
+    monkeypatch, capsys, folder, args, message
+):
+    code, _, err = call(monkeypatch, capsys, folder, *args)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_an_error_in_the_users_function_is_named(monkeypatch, capsys, folder):
+    code, _, err = call(monkeypatch, capsys, folder, "compare", "task:broken")
+    assert code == 1
+    assert "ZeroDivisionError: in the user's code" in err
+    assert "--debug" in err
+    with pytest.raises(ZeroDivisionError):
+        call(monkeypatch, capsys, folder, "--debug", "compare", "task:broken")
+
+
+def test_exit_code_1_when_no_method_succeeds(monkeypatch, capsys, folder):
+    (folder / "task.py").write_text(
+        SETUP + "\ndef tiny():\n    return {**setup(), 'max_memory': 10}\n"
+    )
+    code, out, _ = call(
+        monkeypatch, capsys, folder, "compare", "task:tiny", "--methods", "full",
+        "--quiet",
+    )  # fmt: skip
+    assert code == 1
+    assert "skipped: would need" in out
+
+
+def test_cache_file_is_written_and_reused(monkeypatch, capsys, folder):
+    args = ["compare", "task:setup", "--methods", "map", "--cache", "c.json", "--quiet"]
+    first = call(monkeypatch, capsys, folder, *args)
+    second = call(monkeypatch, capsys, folder, *args)
+    assert first == second  # also the times: nothing was run again
+    (folder / "c.json").write_text("no json")
+    code, _, err = call(monkeypatch, capsys, folder, *args)
+    assert code == 2
+    assert "Delete the file" in err
+
+
+def test_list_of_methods(monkeypatch, capsys, folder):
+    code, out, _ = call(monkeypatch, capsys, folder, "compare", "--list")
+    assert code == 0
+    assert any(line.startswith("ella-tempered ") for line in out.splitlines())
+
+
+def test_doctor_reports_versions_and_the_model(monkeypatch, capsys, folder):
+    code, out, _ = call(monkeypatch, capsys, folder, "doctor", "task:setup")
+    assert code == 0, out
+    assert "laplace-torch" in out
+    assert 'hessian_structure="nystrom") is registered' in out
+    assert "P = 22 trainable parameters, C = 2 outputs" in out
+    for mode in ("forward", "reverse", "double_vjp"):
+        assert any(
+            line.strip().startswith(mode) and "works" in line
+            for line in out.splitlines()
+        )
+    assert "last-layer-kron" in out
+
+
+def test_demo_regression_part(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, out, _ = call(
+        monkeypatch, capsys, tmp_path, "demo", "--part", "regression", "--out", "figs"
+    )
+    assert code == 0
+    assert (tmp_path / "figs" / "regression.png").stat().st_size > 20_000
+    assert str(tmp_path / "figs") in out
+    rows = [line.rsplit(maxsplit=1) for line in out.splitlines() if line[:2] == "  "]
+    values = {name.strip(): float(value) for name, value in rows}
+    assert {"KFAC", "diagonal", "last layer"} <= set(values)
+    # With all gradients in its span and the complement kept, ELLA is exact LLA.
+    assert values["ELLA (full rank) + complement"] < 1e-3
+
+
+def test_demo_classification_problem_is_what_it_says():
+    demo = pytest.importorskip("laplace_ella.demo")
+    pytest.importorskip("sklearn")
+    problem = demo.load_digits_problem()
+    labels = problem.train.dataset.tensors[1]
+    assert set(labels.tolist()) == set(range(8))
+    assert len(problem.ood["digits 8, 9"].dataset) == 354
+    again = demo.load_digits_problem()
+    for a, b in zip(problem.model.parameters(), again.model.parameters(), strict=True):
+        assert (a == b).all()
