@@ -199,13 +199,15 @@ class Fitting:
         for x, _ in self._batches(sampled, "[Sampling gradients]", progress_bar):
             size = batch_size(x, self.dict_key_x)
             pairs = np.flatnonzero((where >= seen) & (where < seen + size))
-            rows = self._linearizer.rows(
+            finite_rows = []
+            for rows in self._linearizer.row_chunks(
                 x,
                 torch.as_tensor(where[pairs] - seen, device=self._device),
                 one_hot[torch.as_tensor(outputs[pairs], device=self._device)],
-            )
-            finite.append(torch.isfinite(rows).all())
-            sketch.add(rows.to(sketch.buffer.device))
+            ):
+                sketch.add(rows.to(sketch.buffer.device))
+                finite_rows.append(torch.isfinite(rows).all())
+            finite.append(torch.stack(finite_rows).all())
             seen += size
         if sketch.n_samples != len(examples):
             raise ValueError(
@@ -251,6 +253,7 @@ class Fitting:
             row_dtype(linearizer.fn).itemsize,
             linearizer.pass_bytes(rank),
             budget_of(self._device, self.memory_budget),
+            self.basis_dtype.itemsize if self.basis_dtype is not None else None,
         )
 
     def _count_outputs(self, loader: Any, indices: np.ndarray) -> int:

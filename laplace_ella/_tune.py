@@ -236,6 +236,8 @@ class Tuning:
             rank and 'log_marginal_likelihood' or 'loss' of every candidate
         """
         method = member(TuningMethod, "method", method)
+        if not 0 < share <= 1:
+            raise ValueError(f"share must lie in (0, 1], got {share}.")
         posterior = self.posterior
         if method == TuningMethod.MARGLIK:
             full = self.log_marginal_likelihood().double()
@@ -248,10 +250,10 @@ class Tuning:
             self.truncate(tuning.rank_by_evidence(posterior, share))
             return table
         candidates = sorted(ranks) if ranks is not None else range(1, self.rank + 1)
-        if candidates[0] < 1 or candidates[-1] > self.rank:
+        if not candidates or candidates[0] < 1 or candidates[-1] > self.rank:
             raise ValueError(
-                f"ranks must lie in 1..{self.rank}, got {candidates[0]}.."
-                f"{candidates[-1]}; fit with a larger n_eigenvalues."
+                f"ranks must be some of 1..{self.rank}, got {list(candidates)}; fit "
+                "with a larger n_eigenvalues for larger ones."
             )
         validator = tuning.Validator.for_laplace(
             self, val_loader, loss, link_approx, n_samples, progress_bar

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -147,16 +147,20 @@ class Linearizer:
         self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
     ) -> torch.Tensor:
         """cᵀJ(x) for `cotangents[m]` (C,) at example `examples[m]` of x: (m, P)."""
+        return torch.cat(list(self.row_chunks(x, examples, cotangents)))
+
+    def row_chunks(
+        self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """The same in chunks, so that never more than one of them is in memory."""
         if self.row_mode is None:
             self._choose_row_mode(x, examples, cotangents)
         compute = rows_by_vmap if self.row_mode is RowMode.VMAP else rows_by_loop
         size = batch_size(x, self.dict_key_x)
-        with differentiable_kernels():
-            parts = [
-                compute(self.fn, x, size, examples[part], cotangents[part])
-                for part in chunks(len(examples), self._rows_at_once())
-            ]
-        return torch.cat(parts)
+        for part in chunks(len(examples), self._rows_at_once()):
+            with differentiable_kernels():  # the flags are not kept between chunks
+                rows = compute(self.fn, x, size, examples[part], cotangents[part])
+            yield rows
 
     def _choose_row_mode(
         self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
@@ -230,11 +234,10 @@ class Linearizer:
         """cᵀJ(x)V (B, S, K) for cotangents (B, S, C), without keeping the gradients."""
         B, S, _ = cotangents.shape
         examples = torch.arange(B, device=cotangents.device).repeat_interleave(S)
-        flat = cotangents.flatten(0, 1)
-        parts = []
-        for part in chunks(B * S, self._rows_at_once()):
-            rows = self.rows(x, examples[part], flat[part])
-            parts.append(rows @ directions.T.to(rows))
+        parts = [
+            rows @ directions.T.to(rows)
+            for rows in self.row_chunks(x, examples, cotangents.flatten(0, 1))
+        ]
         return torch.cat(parts).unflatten(0, (B, S))
 
     # Features

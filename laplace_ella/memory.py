@@ -101,7 +101,7 @@ def parse_bytes(budget: int | float | str) -> int:
     if isinstance(budget, (int, float)) and not isinstance(budget, bool):
         value = float(budget)
     else:
-        match = re.fullmatch(r"\s*([\d.]+)\s*([kMGT]?)(i?)B?\s*", str(budget))
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kMGT]?)(i?)B?\s*", str(budget))
         if match is None:
             raise ValueError(
                 f"memory_budget must be bytes or a text like '8 GB', got {budget!r}."
@@ -132,20 +132,23 @@ def estimate(
     itemsize: int,
     pass_bytes: int,
     budget: int,
+    basis_itemsize: int | None = None,
 ) -> MemoryEstimate:
     """Memory of a fit with M gradients of P numbers and K directions.
 
-    The decomposition needs a second copy of the directions beside the rows.
+    The decomposition has the directions in the rows' precision beside the rows; they
+    stay in `basis_itemsize` bytes a number.
     """
     row = n_params * itemsize
-    basis = rank * row
+    decomposed = rank * row
+    basis = rank * n_params * (basis_itemsize or itemsize)
     least = min(n_samples, rank + 5)
-    free_for_rows = budget - 2 * basis - pass_bytes
+    free_for_rows = budget - basis - decomposed - pass_bytes
     capacity = max(least, min(n_samples, free_for_rows // max(1, row)))
     return MemoryEstimate(
         basis=basis,
-        rows=n_samples * row + basis + 3 * 8 * n_samples**2,
-        sketch=least * row + basis,
+        rows=n_samples * row + decomposed + 3 * 8 * n_samples**2,
+        sketch=least * row + decomposed,
         pass_=pass_bytes,
         budget=budget,
         capacity=int(capacity),
@@ -185,6 +188,8 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        if getattr(func, "is_view", False):  # of something that was counted, or weights
+            return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 size = leaf.numel() * leaf.element_size()

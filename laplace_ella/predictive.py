@@ -68,9 +68,14 @@ class FunctionValues:
 
 
 def psd_root(matrix: torch.Tensor) -> torch.Tensor:
-    """A root of positive semi-definite matrices that may be singular."""
+    """The symmetric root of positive semi-definite matrices that may be singular.
+
+    It is continuous in the matrix, so that the same noise gives samples that vary
+    smoothly with prior and temperature; eigenvectors alone change sign and order.
+    """
     eigenvalues, Q = torch.linalg.eigh(matrix.double())
-    return (Q * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).to(matrix.dtype)
+    root = eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)
+    return ((Q * root) @ Q.mT).to(matrix.dtype)
 
 
 def draw(

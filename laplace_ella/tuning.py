@@ -48,7 +48,7 @@ def prior_precision_from_weight_decay(weight_decay: float, n_data: int) -> float
     >>> prior_precision_from_weight_decay(1e-4, 50_000)
     5.0
     """
-    if weight_decay <= 0 or n_data < 1:
+    if not weight_decay > 0 or not n_data >= 1:  # also refuses NaN
         raise ValueError(
             "weight_decay must be positive and n_data at least 1, got "
             f"{weight_decay} and {n_data}."
@@ -281,14 +281,20 @@ def search_temperature_and_prior(
     priors = np.linspace(*log_prior_range, 13)
     points = [np.array([t, p]) for t in times for p in priors]
     start = min(points, key=loss)
-    # A first simplex of one grid step, whatever the size of the start.
+    # A first simplex of half a grid step, towards the middle of the range.
+    bounds = np.array([[times[0], times[-1]], log_prior_range])
     steps = np.array([times[1] - times[0], priors[1] - priors[0]]) / 2
-    simplex = start + np.vstack([np.zeros(2), np.diag(steps)])
+    steps *= np.where(start > bounds.mean(1), -1, 1)
     refined = minimize(
         loss,
         start,
         method="Nelder-Mead",
-        options={"initial_simplex": simplex, "xatol": 1e-2, "fatol": 1e-6},
+        bounds=bounds,
+        options={
+            "initial_simplex": start + np.vstack([np.zeros(2), np.diag(steps)]),
+            "xatol": 1e-2,
+            "fatol": 1e-6,
+        },
     )
     log_t, log_prior = refined.x
     return float(10**log_t), float(10**log_prior)
@@ -297,18 +303,38 @@ def search_temperature_and_prior(
 def maximize_evidence(
     la: ELLALaplace, n_steps: int, lr: float, tune_prior: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sigma_noise and prior precision that maximise the evidence, by Adam on their
-    logarithms, from their current values."""
-    log_sigma = la.sigma_noise.detach().log().requires_grad_()
-    log_prior = la.prior_precision.detach().log().requires_grad_(tune_prior)
-    optimizer = torch.optim.Adam([log_sigma] + [log_prior] * tune_prior, lr=lr)
+    """sigma_noise and prior precision that maximise the evidence.
+
+    Adam on their logarithms, from their current values, finds the neighbourhood of the
+    maximum, L-BFGS the maximum; whichever was better counts.
+    """
+    log_sigma = la.sigma_noise.detach().double().log().requires_grad_()
+    log_prior = la.prior_precision.detach().double().log().requires_grad_(tune_prior)
+    variables = [log_sigma] + [log_prior] * tune_prior
+    best: tuple[float, torch.Tensor, torch.Tensor] | None = None
+
+    def closure() -> torch.Tensor:
+        nonlocal best
+        for variable in variables:
+            variable.grad = None
+        loss = -la.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())
+        loss.backward()
+        value = float(loss.detach())
+        if np.isfinite(value) and (best is None or value < best[0]):
+            best = value, log_sigma.detach().clone(), log_prior.detach().clone()
+        return loss
+
     with torch.enable_grad():
+        adam = torch.optim.Adam(variables, lr=lr)
         for _ in range(n_steps):
-            optimizer.zero_grad()
-            loss = -la.log_marginal_likelihood(log_prior.exp(), log_sigma.exp())
-            loss.backward()
-            optimizer.step()
-    return log_sigma.detach().exp(), log_prior.detach().exp()
+            adam.step(closure)
+        with torch.no_grad():
+            log_sigma.copy_(best[1])
+            log_prior.copy_(best[2])
+        torch.optim.LBFGS(
+            variables, max_iter=n_steps, line_search_fn="strong_wolfe"
+        ).step(closure)
+    return best[1].exp(), best[2].exp()
 
 
 def rank_by_evidence(posterior: SubspacePosterior, share: float) -> int:
