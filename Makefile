@@ -41,10 +41,10 @@ demo: $(VENV)/.demo ## compare ELLA with the rest of the family on embedded data
 test: lint test-new test-old ## lint and test, with the newest and the oldest laplace-torch
 
 test-new: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-old: $(OLD_LAPLACE)/.done
-	PYTHONPATH=$(OLD_LAPLACE) $(BIN)/python -m pytest $(CORE_TESTS)
+	PYTHONPATH=$(OLD_LAPLACE) $(BIN)/python -m pytest -n auto $(CORE_TESTS)
 
 lint: $(VENV)/.test ## check style and formatting
 	$(BIN)/ruff check .

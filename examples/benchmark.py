@@ -36,7 +36,7 @@ import laplace_ella
 Task = Callable[[Namespace, dict[str, Any]], dict[str, Any]]
 
 #: Memory that one measurement may take: more counts as failed.
-LIMIT_GB = 12
+LIMIT_GB = 8
 
 
 def best_time(work: Callable[[], object], repeats: int = 3) -> float:

@@ -31,6 +31,7 @@ from laplace_ella.rows import (
     RowMode,
     jacobian_by_loop,
     jacobian_by_vmap,
+    projection_by_vmap,
     row_dtype,
     rows_by_loop,
     rows_by_vmap,
@@ -310,6 +311,11 @@ class Linearizer:
                 return way(self.fn, x, directions)
 
         def reverse(x: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if self.jacobian_mode is None:
+                self._choose_jacobian_mode(x)
+            if self.jacobian_mode is RowMode.VMAP:
+                with torch.set_grad_enabled(create_graph):
+                    return projection_by_vmap(self.fn, x, size, directions)
             f, J = self.jacobian(x, create_graph)
             return f, J @ directions.T.to(J)
 

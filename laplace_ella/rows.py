@@ -19,6 +19,7 @@ __all__ = [
     "RowMode",
     "jacobian_by_loop",
     "jacobian_by_vmap",
+    "projection_by_vmap",
     "row_dtype",
     "rows_by_loop",
     "rows_by_vmap",
@@ -128,6 +129,29 @@ def jacobian_by_vmap(
         basis = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
         (grads,) = vmap(pull)(basis)
         return f, torch.cat([g.flatten(1).to(dtype) for g in grads], dim=1)
+
+    return vmap(single, randomness="same")(leaves)
+
+
+def projection_by_vmap(
+    fn: ModelFunction, x: Any, size: int, directions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs (B, C) and J(x)V (B, C, K) without putting the Jacobian together.
+
+    Each parameter's gradients are multiplied by its part of V as they are: the copy
+    into one matrix would cost more than the products.
+    """
+    leaves = _batched_leaves(x, size)
+    params, dtype = fn.parameters(), row_dtype(fn)
+    pieces = directions.to(dtype).split(fn.numels(), dim=1)  # (K, p_l) each
+
+    def single(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        one = _rebuild(x, size, [v.unsqueeze(0) for v in leaves])
+        f, pull = vjp(lambda p: fn(p, one).squeeze(0), params)
+        basis = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+        (grads,) = vmap(pull)(basis)
+        parts = zip(grads, pieces, strict=True)
+        return f, sum(g.flatten(1).to(dtype) @ v.T for g, v in parts)
 
     return vmap(single, randomness="same")(leaves)
 
