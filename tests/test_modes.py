@@ -434,13 +434,13 @@ def test_sampled_curvature_takes_one_backward_pass_a_sample(mode):
     case = make("classification_cnn")
     la = fit(case, stochastic=2, row_mode=mode)
     counted = []
-    original = la._linearizer.rows
+    original = la._linearizer.row_chunks
 
     def rows(x, examples, cotangents):
         counted.append(len(examples))
         return original(x, examples, cotangents)
 
-    la._linearizer.rows = rows
+    la._linearizer.row_chunks = rows
     la.subsample_size = 5
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
