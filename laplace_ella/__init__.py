@@ -3,7 +3,12 @@
 Importing the package registers `hessian_structure="nystrom"` with `laplace.Laplace`.
 """
 
-from laplace_ella._errors import NotFittedError, NumericalWarning, RankWarning
+from laplace_ella._errors import (
+    BorderWarning,
+    NotFittedError,
+    NumericalWarning,
+    RankWarning,
+)
 from laplace_ella.cache import FeatureCache
 from laplace_ella.compare import compare
 from laplace_ella.diagnostics import Diagnostics, diagnose
@@ -49,6 +54,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "default_methods",
     "diagnose",
     # Errors and warnings
+    "BorderWarning",
     "InsufficientMemoryError",
     "NotFittedError",
     "NumericalWarning",

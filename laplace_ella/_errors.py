@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["NotFittedError", "NumericalWarning", "RankWarning"]
+__all__ = ["BorderWarning", "NotFittedError", "NumericalWarning", "RankWarning"]
 
 
 class NotFittedError(AttributeError, RuntimeError):
@@ -11,6 +11,10 @@ class NotFittedError(AttributeError, RuntimeError):
 
 class RankWarning(UserWarning):
     """The sampled gradients span fewer directions than were asked for."""
+
+
+class BorderWarning(UserWarning):
+    """A search ended at the border of its range; the message has the value."""
 
 
 class NumericalWarning(UserWarning):

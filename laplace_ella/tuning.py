@@ -6,6 +6,7 @@ a K×K factorisation and small products, and an exception leaves the fit as it w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from tqdm.auto import tqdm
 
 from laplace_ella import likelihood, predictive
 from laplace_ella._batch import split_batch
+from laplace_ella._errors import BorderWarning
 from laplace_ella.cache import FeatureCache
 from laplace_ella.posterior import SubspacePosterior
 
@@ -241,6 +243,19 @@ def _argmin(
     return grid[int(np.argmin(losses))]
 
 
+def _warn_at_border(name: str, log_value: float, bounds: tuple[float, float]) -> None:
+    """Tell that a search may have been cut short."""
+    if min(abs(log_value - bounds[0]), abs(log_value - bounds[1])) < 0.05:
+        warnings.warn(
+            f"The best {name}, {10**log_value:.3g}, lies at the border of the range "
+            f"{10 ** bounds[0]:.3g} to {10 ** bounds[1]:.3g} that was searched: the "
+            "prior precision may not suit the data. Tune both (tune_prior=True) or "
+            "widen the range of the prior.",
+            BorderWarning,
+            stacklevel=4,
+        )
+
+
 def search_temperature(
     posterior: SubspacePosterior, n_data: int, validator: Validator
 ) -> float:
@@ -260,6 +275,7 @@ def search_temperature(
         loss, bounds=(low, high), method="bounded", options={"xatol": 1e-3}
     )
     log_t = refined.x if refined.fun < losses[best] else grid[best]
+    _warn_at_border("temperature", log_t, (grid[0], grid[-1]))
     return float(10**log_t)
 
 
@@ -297,6 +313,8 @@ def search_temperature_and_prior(
         },
     )
     log_t, log_prior = refined.x
+    _warn_at_border("temperature", log_t, (times[0], times[-1]))
+    _warn_at_border("prior precision", log_prior, log_prior_range)
     return float(10**log_t), float(10**log_prior)
 
 

@@ -1,0 +1,1 @@
+"""What the example scripts share: data, networks, cached features, result files."""

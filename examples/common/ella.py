@@ -1,0 +1,313 @@
+"""One basis, cached features, and every posterior that can be made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from laplace import Laplace
+from torch import nn
+from tqdm.auto import tqdm
+
+from common.data import Images
+from laplace_ella import EarlyStopping, ELLALaplace, FeatureCache, metrics
+
+#: Images in one file of features: what an interruption can lose.
+SHARD = 500
+
+
+def fit_basis(
+    model: nn.Module,
+    train: Images,
+    path: Path,
+    *,
+    n_eigenvalues: int,
+    subsample_size: int = 2000,
+    seed: int = 0,
+    prior_precision: float = 1.0,
+    batch_size: int = 48,
+    **settings: Any,
+) -> ELLALaplace:
+    """ELLA with its directions, and no data in it yet; read from `path` if there.
+
+    `fit` samples the directions, and is told to stop at the first image: the
+    curvature is summed from cached features, for any number of images.
+    """
+    la = Laplace(
+        model,
+        "classification",
+        "all",
+        "nystrom",
+        n_eigenvalues=n_eigenvalues,
+        subsample_size=subsample_size,
+        seed=seed,
+        prior_precision=prior_precision,
+        **settings,
+    )
+    if path.exists():
+        la.load_state_dict(torch.load(path, weights_only=True))
+        la.prior_precision = prior_precision
+    else:
+        at_once = EarlyStopping(
+            start=1, patience=1, n_samples=1, loss=lambda probs, y: 0.0
+        )
+        la.fit(
+            train.loader(batch_size),
+            val_loader=train[:2].loader(),
+            early_stopping=at_once,
+            progress_bar=True,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(la.state_dict(), path)
+    return la
+
+
+def cached_features(
+    la: ELLALaplace,
+    images: Images,
+    folder: Path,
+    *,
+    kernel: bool = True,
+    batch_size: int = 48,
+    shard: int = SHARD,
+) -> FeatureCache:
+    """Features of images, in files of `shard` images; files that exist are read.
+
+    With `kernel` the cache serves both settings of the complement.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    complement, la.complement = la.complement, "prior" if kernel else "drop"
+    caches = []
+    starts = range(0, len(images), shard)
+    for start in tqdm(starts, desc=f"features of {folder.name}", mininterval=5):
+        part = images[start : start + shard]
+        path = folder / f"{start:06d}_{len(part)}.pt"
+        if path.exists():
+            cache = FeatureCache.load(path)
+        else:
+            cache = FeatureCache.from_loader(la, part.loader(batch_size))
+            cache.save(path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").replace(path)
+        caches.append(cache)
+    la.complement = complement
+    return concatenate(caches)
+
+
+def concatenate(caches: Sequence[FeatureCache]) -> FeatureCache:
+    """One cache of several."""
+    kernels = [c.kernel for c in caches]
+    return FeatureCache(
+        torch.cat([c.f_mu for c in caches]),
+        torch.cat([c.phi for c in caches]),
+        torch.cat([c.targets for c in caches]),
+        None if any(k is None for k in kernels) else torch.cat(kernels),
+    )
+
+
+def curvature(cache: FeatureCache) -> torch.Tensor:
+    """Σ φᵀ(diag(p) − ppᵀ)φ of a classifier, `(K, K)`: what `fit` adds up."""
+    p = cache.f_mu.double().softmax(-1).unsqueeze(-1)  # (B, C, 1)
+    phi = cache.phi.double()
+    rows = (p.sqrt() * (phi - (p * phi).sum(1, keepdim=True))).flatten(0, 1)
+    return rows.T @ rows
+
+
+@dataclass
+class Study:
+    """ELLA posteriors of one basis: any rank, any prefix of the data, any prior.
+
+    Attributes
+    ----------
+    la : ELLALaplace
+        with the directions, from `fit_basis`
+    train : FeatureCache
+        features of the data to fit, of which prefixes are used
+    """
+
+    la: ELLALaplace
+    train: FeatureCache
+
+    def __post_init__(self) -> None:
+        self.full = self.la.state_dict()
+        self._sums: dict[tuple[int, int], torch.Tensor] = {}
+
+    def posterior(
+        self,
+        rank: int,
+        n_data: int | None = None,
+        *,
+        prior_precision: float = 1.0,
+        complement: str = "drop",
+        n_effective: float | None = None,
+    ) -> ELLALaplace:
+        """The posterior of the first images, as `fit` on them would give it.
+
+        `n_effective` scales its curvature to that of so many images.
+        """
+        n_data = len(self.train) if n_data is None else n_data
+        part = self.train[:n_data]
+        state = {
+            **self.full,
+            "directions": self.full["directions"][:rank],
+            "eigenvalues": self.full["eigenvalues"][:rank],
+            "H": self.curvature(rank, n_data),
+            "loss": nn.functional.cross_entropy(
+                part.f_mu, part.targets, reduction="sum"
+            ),
+            "n_data": n_data,
+        }
+        la = self.la
+        la.load_state_dict(state)
+        la.prior_precision = prior_precision
+        la.complement = complement
+        la.temperature = 1.0 if n_effective is None else n_data / n_effective
+        return la
+
+    def curvature(self, rank: int, n_data: int) -> torch.Tensor:
+        """Σ φᵀΛφ over the first images; sums of larger ranks contain it."""
+        full = self.train.phi.shape[-1]
+        if (full, n_data) not in self._sums:
+            # Go on from the longest prefix that is summed up already.
+            done = max((n for _, n in self._sums if n <= n_data), default=0)
+            total = self._sums.get((full, done), 0)
+            for part in self.train[done:n_data].batches(512):
+                total = total + curvature(part)
+            self._sums[full, n_data] = total
+        return self._sums[full, n_data][:rank, :rank]
+
+    def stop_early(
+        self,
+        validation: FeatureCache,
+        rank: int,
+        link: str,
+        **settings: Any,
+    ) -> tuple[int, list[dict[str, float]]]:
+        """The number of images with the lowest validation NLL, as the paper stops.
+
+        The checkpoints and the patience are those of `fit(..., early_stopping=True)`.
+        """
+        plan = EarlyStopping(link_approx=link)
+        history: list[dict[str, float]] = []
+        best, waited = (float("inf"), 0), 0
+        for n in plan.checkpoints():
+            if n > len(self.train) or waited >= plan.patience:
+                return best[1] or len(self.train), history
+            la = self.posterior(rank, n, **settings)
+            value = metrics.nll(predict(la, validation, link), validation.targets)
+            history.append({"n_data": n, "nll": value})
+            best, waited = ((value, n), 0) if value < best[0] else (best, waited + 1)
+        raise AssertionError("the checkpoints never end")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to use ELLA.
+
+    `search` is 'stop' (as the paper: the number of data), 'none' (all training data),
+    'temperature', 'prior' (all training data), 'both' or 'evidence'.
+    """
+
+    rank: int
+    search: str
+    complement: str = "drop"
+
+    def __str__(self) -> str:
+        how = {
+            "stop": "early stopping",
+            "none": "all data",
+            "temperature": "tempered",
+            "prior": "all data, prior chosen",
+            "both": "tempered, prior chosen",
+            "evidence": "all data, prior by evidence",
+        }[self.search]
+        extra = ", complement" if self.complement == "prior" else ""
+        return f"ELLA K={self.rank}, {how}{extra}"
+
+
+def choose(
+    study: Study,
+    setting: Setting,
+    link: str,
+    validation: FeatureCache,
+    prior_precision: float,
+    n_train: int,
+) -> tuple[ELLALaplace, dict[str, float]]:
+    """The posterior of a setting, with what it leaves open chosen on validation data.
+
+    `n_train` is the number of all training data, `prior_precision` the prior where it
+    is not chosen.
+    """
+    k, complement = setting.rank, setting.complement
+    validation = validation.truncate(k)
+    if complement == "drop":
+        validation = FeatureCache(validation.f_mu, validation.phi, validation.targets)
+    search = {"link_approx": link, "n_samples": 128}
+    if setting.search == "stop":
+        n, _ = study.stop_early(
+            validation, k, link, prior_precision=prior_precision, complement=complement
+        )
+        la = study.posterior(
+            k, n, prior_precision=prior_precision, complement=complement
+        )
+        return la, {"N": n}
+    la = study.posterior(
+        k, prior_precision=prior_precision, n_effective=n_train, complement=complement
+    )
+    if setting.search == "evidence":
+        la.optimize_prior_precision(method="marglik", n_steps=200)
+    elif setting.search == "prior":
+        la.optimize_prior_precision(
+            method="gridsearch", val_loader=validation, grid_size=25, **search
+        )
+    elif setting.search in ("temperature", "both"):
+        la.optimize_temperature(
+            validation, tune_prior=setting.search == "both", **search
+        )
+    return la, {"prior": float(la.prior_precision), "N_eff": la.effective_n_data}
+
+
+def describe(chosen: dict[str, float]) -> str:
+    """What was chosen, in a word."""
+    return " ".join(f"{name}={value:.3g}" for name, value in chosen.items())
+
+
+def predict(
+    la: ELLALaplace, cache: FeatureCache, link: str, n_samples: int = 512
+) -> torch.Tensor:
+    """Class probabilities `(N, C)` of cached images, by the posterior as it is."""
+    generator = torch.Generator().manual_seed(la.seed)
+    parts = []
+    for part in cache.truncate(la.rank).batches(1000):
+        kernel = part.kernel if la.complement == "prior" else None
+        parts.append(
+            la.predict_from_features(
+                part.f_mu,
+                part.phi,
+                kernel,
+                link_approx=link,
+                n_samples=n_samples,
+                generator=generator,
+            )
+        )
+    return torch.cat(parts)
+
+
+def scaling_temperature(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    """The softmax temperature with the lowest NLL (Guo et al. 2017)."""
+    from scipy.optimize import minimize_scalar
+
+    def loss(log_t: float) -> float:
+        scaled = logits.double() / 10**log_t
+        return torch.nn.functional.cross_entropy(scaled, targets).item()
+
+    return 10 ** minimize_scalar(loss, bounds=(-1.0, 1.5), method="bounded").x
+
+
+@torch.no_grad()
+def forward(model: nn.Module, x: torch.Tensor, batch: int = 100) -> torch.Tensor:
+    """Outputs of a network, batch after batch."""
+    parts = [model(part) for part in x.split(batch)]
+    return torch.cat(parts)

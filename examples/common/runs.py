@@ -1,0 +1,169 @@
+"""Command lines, result files that survive an interruption, and progress."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+
+import laplace_ella
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+PACKAGES = ("laplace-torch", "torch", "torchvision", "numpy", "scipy")
+
+
+def arguments(name: str, description: str) -> argparse.ArgumentParser:
+    """The options that every script has."""
+    parser = argparse.ArgumentParser(
+        name, description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        default=os.environ.get("LAPLACE_ELLA_DATA"),
+        help="folder with the data and weights (default: $LAPLACE_ELLA_DATA)",
+    )
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        default=Path.home() / ".cache" / "laplace_ella_examples",
+        help="folder for features, which a second run reads instead of computing them",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / name, help="folder for tables and figures"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few images: does the script run?"
+    )
+    return parser
+
+
+def start(parser: argparse.ArgumentParser, argv: list[str] | None) -> Any:
+    """Parse, check and apply the common options."""
+    args = parser.parse_args(argv)
+    if args.data_root is None:
+        parser.error("pass --data-root, or set LAPLACE_ELLA_DATA")
+    torch.set_num_threads(args.threads)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.smoke:  # never mixed with the features of a full run
+        args.cache_dir = args.cache_dir / "smoke"
+    args.cache_dir.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def environment(args: Any) -> dict[str, Any]:
+    """Versions and machine, for the head of a result file."""
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [x for x in info.read_text().splitlines() if x.startswith("model name")]
+        cpu = names[0].split(":")[1].strip() if names else cpu
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "laplace-ella": laplace_ella.__version__,
+        **{package: installed(package) for package in PACKAGES},
+        "machine": f"{cpu}, {os.cpu_count()} cores, {args.threads} used",
+    }
+
+
+def write_environment(path: Path, args: Any) -> None:
+    path.write_text(json.dumps(environment(args), indent=1) + "\n")
+
+
+class Results:
+    """Rows by key in a JSON file, written after every row.
+
+    A run that is started again computes only the rows that are not there.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path = path
+        self.rows: dict[str, dict[str, Any]] = {}
+        # Through JSON, so that it compares equal to what is read back.
+        self.settings = json.loads(json.dumps(settings, default=str))
+        if path.exists():
+            stored = json.loads(path.read_text())
+            if stored["settings"] == self.settings:
+                self.rows = stored["rows"]
+
+    def compute(
+        self, key: str, row: Callable[[], dict[str, Any]], again: bool = False
+    ) -> dict[str, Any]:
+        """The stored row, or a new one."""
+        if again or key not in self.rows:
+            began = perf_counter()
+            self.rows[key] = row()
+            self.save()
+            print(f"{key}: {_brief(self.rows[key])} ({perf_counter() - began:.0f} s)")
+        return self.rows[key]
+
+    def save(self) -> None:
+        text = json.dumps({"settings": self.settings, "rows": self.rows}, indent=1)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(text + "\n")
+        temporary.replace(self.path)
+
+
+def _brief(row: dict[str, Any]) -> str:
+    shown = [(k, v) for k, v in row.items() if isinstance(v, (int, float, str))]
+    return ", ".join(
+        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown
+    )
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows as CSV, numbers with five digits."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(names)
+        for row in rows:
+            writer.writerow([_cell(row.get(name, ""), ".5g") for name in names])
+
+
+def markdown(
+    rows: list[dict[str, Any]], columns: dict[str, str], digits: dict[str, str]
+) -> str:
+    """A markdown table of `columns` (key: heading), numbers by `digits`."""
+    lines = [" | ".join(columns.values()), "|".join("---" for _ in columns)]
+    for row in rows:
+        lines.append(
+            " | ".join(_cell(row.get(k, ""), digits.get(k, ".4f")) for k in columns)
+        )
+    return "\n".join(f"| {line} |" for line in lines) + "\n"
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None:
+        return "–"
+    return format(value, form) if isinstance(value, float) else str(value)
+
+
+@contextmanager
+def stopwatch() -> Iterator[dict[str, float]]:
+    """Wall-clock and CPU seconds of a block; the latter ignore other programs."""
+    times: dict[str, float] = {}
+    wall, cpu = perf_counter(), process_time()
+    yield times
+    times["wall"], times["cpu"] = perf_counter() - wall, process_time() - cpu
