@@ -136,6 +136,8 @@ def test_interruption_prints_what_is_there_and_exits_130(folder):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A background job ignores interrupts, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "predicting\n"
     time.sleep(0.2)
