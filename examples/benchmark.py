@@ -414,7 +414,7 @@ def streaming(args: Namespace, get: Callable, small: bool) -> str:
         N = 32 if small else 256
         p = {"side": "ours", "N": N, "M": M, "K": 20, "batch": 64}
         exact = get(f"exact M={M}", "fit", tag=f"exact_{M}", **p)
-        budget = "350 MB" if not small else "200 MB"
+        budget = "600 MB" if not small else "200 MB"
         stream = get(
             f"streaming M={M}", "fit", tag=f"stream_{M}", memory_budget=budget, **p
         )
