@@ -179,8 +179,9 @@ class Predicting:
         weights = self.posterior.kernel_weights()
         weighted = Js if weights is None else Js * weights.to(Js)
         phi = (weighted @ self.basis.vectors.to(Js)).to(self._dtype)
-        kernel = (weighted @ Js.mT).to(self._dtype)
-        return phi, kernel if self.posterior.needs_kernel else None
+        if not self.posterior.needs_kernel:
+            return phi, None
+        return phi, (weighted @ Js.mT).to(self._dtype)
 
     def functional_samples(
         self,
@@ -264,7 +265,8 @@ class Predicting:
         self._check_fitted()
         self._check_jacobians(Js)
         phi, kernel = self._jacobian_products(Js)
-        return self.posterior.function_values(phi[..., 0], phi, kernel).covariance()
+        mean = phi[..., 0]  # of the right shape; it plays no part in the covariance
+        return self.posterior.function_values(mean, phi, kernel).covariance()
 
     def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
         """Joint covariance `(B·C, B·C)` for Jacobians `(B, C, P)` or `(B·C, P)`."""

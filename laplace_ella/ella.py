@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 from laplace.baselaplace import BaseLaplace, ParametricLaplace
-from laplace.utils.enums import (
-    Likelihood,
-)
+from laplace.utils.enums import Likelihood
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -32,9 +30,7 @@ from laplace_ella._preserve import evaluation_mode, random_states
 from laplace_ella._tune import Tuning
 from laplace_ella.features import FeatureMode
 from laplace_ella.linearize import Linearizer
-from laplace_ella.memory import (
-    parse_bytes,
-)
+from laplace_ella.memory import parse_bytes
 from laplace_ella.nystrom import NystromBasis
 from laplace_ella.posterior import Complement, SubspacePosterior
 from laplace_ella.rows import RowMode

@@ -8,9 +8,7 @@ exception, and nothing is retried afterwards.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from laplace_ella._batch import batch_size, chunks, has_values, take
 from laplace_ella._functional import ModelFunction
 from laplace_ella._preserve import differentiable_kernels
+from laplace_ella._trials import Trial, attempt, winner
 from laplace_ella.features import (
     FeatureMode,
     by_double_vjp,
@@ -52,9 +51,6 @@ LIVE_RESULTS = 4
 
 #: Directions that are fetched at once from another device.
 OFFLOADED_BLOCK = 8
-
-#: How much faster than the way that should be cheaper another one must be.
-HANDICAP = 1.25
 
 #: Costs further apart than this are not worth a measurement.
 CLEAR_RATIO = 3.0
@@ -179,7 +175,7 @@ class Linearizer:
             trials = self._try_row_modes(
                 ways, min(len(examples), 16, self._rows_at_once())
             )
-        self.row_mode = _winner(trials)
+        self.row_mode = winner(trials)
         logger.info("rows of the Jacobian by %s", self.row_mode.value)
 
     def jacobian(
@@ -211,12 +207,12 @@ class Linearizer:
         at_once = self._rows_at_once(rows_per_example=self.n_outputs)
         with differentiable_kernels(), torch.no_grad():
             trials = self._try_row_modes(ways, min(size, 16, at_once))
-        self.jacobian_mode = _winner(trials)
+        self.jacobian_mode = winner(trials)
         logger.info("Jacobians by %s", self.jacobian_mode.value)
 
     def _try_row_modes(
         self, ways: dict[RowMode, Callable[[int], object]], n: int
-    ) -> dict[RowMode, _Trial]:
+    ) -> dict[RowMode, Trial]:
         """Trials on n examples; a loop takes as long an example on a few.
 
         Larger batches make `vmap` faster still, so the loop must be clearly better.
@@ -224,7 +220,7 @@ class Linearizer:
         trials = {}
         for mode, way in ways.items():
             few = n if mode is RowMode.VMAP else min(n, 2)
-            trials[mode] = _try(way, few, self._has_values())
+            trials[mode] = attempt(way, few, self._has_values())
         if RowMode.LOOP in trials:
             trials[RowMode.LOOP] = trials[RowMode.LOOP].handicapped()
         return trials
@@ -239,9 +235,9 @@ class Linearizer:
         """cᵀJ(x)V (B, S, K) for cotangents (B, S, C), without keeping the gradients."""
         B, S, _ = cotangents.shape
         examples = torch.arange(B, device=cotangents.device).repeat_interleave(S)
+        V = directions.T.to(self.device, row_dtype(self.fn))  # once, not a chunk
         parts = [
-            rows @ directions.T.to(rows)
-            for rows in self.row_chunks(x, examples, cotangents.flatten(0, 1))
+            rows @ V for rows in self.row_chunks(x, examples, cotangents.flatten(0, 1))
         ]
         return torch.cat(parts).unflatten(0, (B, S))
 
@@ -294,11 +290,12 @@ class Linearizer:
         Weights None stand for ones.
         """
         size = batch_size(x, self.dict_key_x)
+        V = directions.T.to(self.device, row_dtype(self.fn))  # once, not a chunk
         parts = []
         for part in chunks(size, self._rows_at_once(rows_per_example=self.n_outputs)):
             f, J = self.jacobian(take(x, part, size), create_graph)
             weighted = J if weights is None else J * weights.to(J)
-            parts.append((f, weighted @ directions.T.to(J), weighted @ J.mT))
+            parts.append((f, weighted @ V, weighted @ J.mT))
         f, phi, kernel = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return f, phi, kernel
 
@@ -344,16 +341,16 @@ class Linearizer:
         size = batch_size(x, self.dict_key_x)
         few = min(size, 4, self._examples_at_once(len(directions)))
 
-        def trial(mode: FeatureMode, vectorized: bool = True) -> _Trial:
+        def trial(mode: FeatureMode, vectorized: bool = True) -> Trial:
             compute = self._feature_function(mode, directions, False, vectorized)
             with differentiable_kernels():
-                return _try(
+                return attempt(
                     lambda n: compute(take(x, slice(0, n), size), n),
                     few,
                     self._has_values(),
                 )
 
-        def forward_family() -> dict[tuple[FeatureMode, bool], _Trial]:
+        def forward_family() -> dict[tuple[FeatureMode, bool], Trial]:
             trials = {}
             for mode, vectorized in (
                 (FeatureMode.FORWARD, True),
@@ -366,7 +363,7 @@ class Linearizer:
                         break
             return trials
 
-        def reverse() -> dict[tuple[FeatureMode, bool], _Trial]:
+        def reverse() -> dict[tuple[FeatureMode, bool], Trial]:
             return {(FeatureMode.REVERSE, True): trial(FeatureMode.REVERSE)}
 
         if self.asked_feature_mode is FeatureMode.REVERSE:
@@ -383,7 +380,7 @@ class Linearizer:
             clear = max(advantage, 1 / advantage) > CLEAR_RATIO
             if not clear or all(t.error is not None for t in trials.values()):
                 trials |= {k: t.handicapped() for k, t in order[1]().items()}
-        self.feature_mode, self._vectorized = _winner(trials)
+        self.feature_mode, self._vectorized = winner(trials)
         logger.info("features by %s", self.feature_mode.value)
 
     def _push_forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -432,78 +429,3 @@ class Linearizer:
             FeatureMode.DOUBLE_VJP: 3 * rank + 2,
             FeatureMode.REVERSE: 2 * self.n_outputs + 1 + product,
         }
-
-
-class NotDifferentiableError(RuntimeError):
-    """No way to differentiate the model works; the message has what each one said."""
-
-    def __init__(self, trials: dict[Any, _Trial]) -> None:
-        self.said = "; ".join(
-            f"{_name(way)}: {_first_line(trial.error)}" for way, trial in trials.items()
-        )
-        super().__init__(
-            f"The model could not be differentiated. {self.said}. Options: another "
-            "feature_mode (forward, reverse, double_vjp) or row_mode (vmap, loop), "
-            "freezing the layers with the unsupported operator "
-            "(requires_grad_(False)), or subset_of_weights='last_layer'."
-        )
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """What came of one way: seconds an example, or the exception it raised."""
-
-    seconds: float
-    error: Exception | None = None
-
-    def handicapped(self) -> _Trial:
-        """Timings are noisy: what should be dearer must be clearly faster to win."""
-        return _Trial(HANDICAP * self.seconds, self.error)
-
-
-def _try(way: Callable[[int], object], n: int, measure: bool) -> _Trial:
-    """Run a way on one example, then, if that was quick, time it on n.
-
-    The better of two runs: what else the machine does can only make them slower.
-    """
-
-    def timed(n: int) -> float:
-        start = time.perf_counter()
-        _synchronize(way(n))
-        return time.perf_counter() - start
-
-    try:
-        seconds = timed(1)
-        if measure and seconds < 0.5:  # the first run also warms up
-            seconds = min(timed(n), timed(n)) / n
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever an unsupported operator raises
-        return _Trial(float("inf"), error)
-    return _Trial(seconds)
-
-
-def _synchronize(result: Any) -> None:
-    """Wait for the GPU, so that a timing means something."""
-    tensor = result[0] if isinstance(result, tuple) else result
-    if has_values(tensor) and tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
-
-
-def _winner(trials: dict[Any, _Trial]) -> Any:
-    """The fastest way that worked, or an error that tells what each way said."""
-    best = min(trials, key=lambda way: trials[way].seconds)
-    if trials[best].error is None:
-        return best
-    raise NotDifferentiableError(trials) from trials[best].error
-
-
-def _name(way: Any) -> str:
-    return (way[0] if isinstance(way, tuple) else way).value
-
-
-def _first_line(error: Exception | None) -> str:
-    if isinstance(error, NotDifferentiableError):
-        return error.said
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
