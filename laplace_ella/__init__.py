@@ -15,6 +15,7 @@ from laplace_ella.diagnostics import Diagnostics, diagnose
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.features import FeatureMode
 from laplace_ella.last_layer import ELLALLLaplace
+from laplace_ella.layout import OutputLayout
 from laplace_ella.memory import InsufficientMemoryError, MemoryEstimate
 from laplace_ella.methods import Method, available_methods, default_methods
 from laplace_ella.nystrom import NystromBasis
@@ -35,6 +36,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "Complement",
     "EarlyStopping",
     "FeatureMode",
+    "OutputLayout",
     "RowMode",
     "augmented_validation",
     "prior_precision_from_weight_decay",

@@ -38,6 +38,9 @@ class Checkpointing:
             "sigma_noise": self.sigma_noise.detach(),
             "temperature": float(self.temperature),
             "complement": self.complement.value,
+            "output_layout": self.output_layout.value,
+            "output_shape": linearizer.fn.output_shape,
+            "multi_label": self.multi_label,
             "enable_backprop": self.enable_backprop,
             "directions": self.basis.directions,
             "eigenvalues": self.basis.eigenvalues,
@@ -69,6 +72,7 @@ class Checkpointing:
         self.prior_mean = state_dict["prior_mean"]
         self.prior_precision = state_dict["prior_precision"]
         self.sigma_noise = state_dict["sigma_noise"]
+        self._linearizer.fn.output_shape = tuple(state_dict["output_shape"])
         self.temperature = state_dict["temperature"]
         self.complement = state_dict["complement"]
         self.enable_backprop = state_dict["enable_backprop"]
@@ -90,6 +94,13 @@ class Checkpointing:
                 f"The checkpoint has likelihood {state_dict['likelihood']!r}, this "
                 f"object {ours!r}. Build it with the same likelihood."
             )
+        for name in ("output_layout", "multi_label"):
+            ours, saved = getattr(self, name), state_dict[name]
+            if saved != ours:
+                raise ValueError(
+                    f"The checkpoint has {name}={saved!r}, this object "
+                    f"{getattr(ours, 'value', ours)!r}. Build it with the same."
+                )
         different = differences(state_dict["fingerprint"], unwrap(self.model))
         if different is not None:
             raise ValueError(
@@ -100,5 +111,5 @@ class Checkpointing:
             raise ValueError(
                 f"The checkpoint has {len(state_dict['parameter_names'])} uncertain "
                 f"parameters, this object {len(self._linearizer.fn.names)}. Set "
-                "requires_grad as it was when the posterior was fitted."
+                "requires_grad and params= as they were when the posterior was fitted."
             )

@@ -19,6 +19,7 @@ from laplace_ella import _sampling, likelihood, tuning
 from laplace_ella._batch import batch_size
 from laplace_ella._checks import check_finite
 from laplace_ella._errors import RankWarning
+from laplace_ella.likelihood import Family
 from laplace_ella.memory import (
     MemoryEstimate,
     activation_bytes,
@@ -50,20 +51,24 @@ class _Sums:
     n_outputs: int
 
     @classmethod
-    def zero(cls, rank: int, device: torch.device) -> _Sums:
-        H = torch.zeros(rank, rank, dtype=torch.float64, device=device)
-        return cls(H, H.new_zeros(()), 0, 0)
+    def zero(cls, rank: int, n_noises: int, device: torch.device) -> _Sums:
+        """Nothing added up yet; output by output if there are several noises."""
+        each = (n_noises,) if n_noises > 1 else ()
+        H = torch.zeros(*each, rank, rank, dtype=torch.float64, device=device)
+        return cls(H, H.new_zeros(each), 0, 0)
 
     def add(
-        self, f: torch.Tensor, psi: torch.Tensor, y: torch.Tensor, lik: Any
+        self, f: torch.Tensor, psi: torch.Tensor, y: torch.Tensor, family: Family
     ) -> _Sums:
-        """The sums with further outputs (B, C), curvature roots (B, C, K), targets."""
-        return _Sums(
-            self.H + torch.einsum("bck,bcl->kl", psi, psi),
-            self.loss + likelihood.loss(f, y, lik),
-            self.n_data + len(f),
-            f.shape[-1],
-        )
+        """The sums with further examples: outputs (b, S, C), targets (b, S, ...) and
+        curvature roots (b, ..., K), or (b, S, C, K) where outputs are kept apart."""
+        loss = likelihood.losses(f.flatten(0, 1), y.flatten(0, 1), family)
+        if self.H.ndim == 3:
+            H = torch.einsum("bsck,bscl->ckl", psi, psi)
+        else:
+            flat = psi.flatten(0, -2)
+            H, loss = flat.mT @ flat, loss.sum()
+        return _Sums(self.H + H, self.loss + loss, self.n_data + len(f), f[0].numel())
 
 
 class Fitting:
@@ -107,7 +112,7 @@ class Fitting:
             basis = self.basis
             if not keep:
                 basis = self._sample_basis(train_loader, balanced, progress_bar)
-            start = _Sums.zero(basis.rank, self._device)
+            start = _Sums.zero(basis.rank, self.sigma_noise.numel(), self._device)
             if keep:
                 loss = torch.as_tensor(self.loss).double().to(self._device)
                 start = _Sums(self.H, loss, self.n_data, self.n_outputs)
@@ -131,7 +136,7 @@ class Fitting:
     ) -> EarlyStopping | None:
         """Refuse what cannot work, before anything is computed."""
         _sampling.check_loader(train_loader)
-        if balanced and likelihood.is_regression(self.likelihood):
+        if balanced and self._family.is_regression:
             raise ValueError(
                 "balanced=True draws classes evenly and is for classification; this "
                 "likelihood is regression. Use balanced=False."
@@ -259,10 +264,20 @@ class Fitting:
     def _count_outputs(self, loader: Any, indices: np.ndarray) -> int:
         """C, from the output for one example, which also surfaces model errors."""
         for x, _ in self._batches(_sampling.subset(loader, indices[:1]), "", False):
-            f, self._linearizer.activations = activation_bytes(self.model, x)
-        likelihood.check_outputs(f)
+            f, self._linearizer.activations = activation_bytes(self._outputs, x)
         self._linearizer.n_outputs = f.shape[-1]
+        self._check_noise()
         return f.shape[-1]
+
+    def _check_noise(self) -> None:
+        """As many noises as there are outputs at a position, if not one for all."""
+        n, C = self.sigma_noise.numel(), self._positions.n_channels
+        if n not in (1, C):
+            raise ValueError(
+                f"sigma_noise has {n} values, the model {C} outputs"
+                f"{' at each position' if self._positions.shape else ''}: pass one "
+                "number, or one for each output."
+            )
 
     def _add_up(
         self,
@@ -291,7 +306,8 @@ class Fitting:
         history, best, waited = [], None, 0
         checkpoints = plan.checkpoints()
         for sums in self._running_sums(loader, basis, start, progress_bar, checkpoints):
-            value = validator.score(posterior.with_(H=sums.H))
+            H, _ = self._weighted(sums.H)
+            value = validator.score(posterior.with_(H=H))
             history.append({"n_data": sums.n_data, "loss": value})
             signed = -value if plan.maximize else value
             signed = math.inf if math.isnan(value) else signed
@@ -319,15 +335,12 @@ class Fitting:
         generator = self._fresh_generator()
         due = next(checkpoints) if checkpoints is not None else math.inf
         for x, y in self._batches(loader, "[Computing Hessian]", progress_bar):
-            f, psi = self._curvature_root(x, basis, generator)
-            y = likelihood.check_targets(f, y, self.likelihood)
-            likelihood.check_classes(f, y)
-            y = y.to(self._device)
+            f, psi, y = self._curvature_root(x, y, basis, generator)
             finite.append(torch.isfinite(f).all() & torch.isfinite(psi).all())
             first = 0
             while first < len(f):
                 part = slice(first, int(min(len(f), first + due - seen)))
-                sums = sums.add(f[part], psi[part], y[part], self.likelihood)
+                sums = sums.add(f[part], psi[part], y[part], self._family)
                 seen, first, current = seen + part.stop - first, part.stop, False
                 if seen == due:
                     check_finite(finite, "outputs or derivatives", "of the data")
@@ -342,16 +355,34 @@ class Fitting:
             yield sums
 
     def _curvature_root(
-        self, x: Any, basis: NystromBasis, generator: torch.Generator | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs (B, C) and ψ (B, ·, K) whose squares add up to the curvature."""
-        if not self.stochastic:
+        self,
+        x: Any,
+        y: torch.Tensor,
+        basis: NystromBasis,
+        generator: torch.Generator | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Outputs (B, S, C), ψ (B, ..., K) whose squares add up to the curvature, and
+        targets (B, S, ...)."""
+        family = self._family
+        if self.stochastic:
+            f = self._rows_of(self._outputs(x))
+        else:
             f, phi = self._linearize(x, basis)
-            return f, likelihood.curvature_root(f, phi, self.likelihood)
-        f = self.model(x)
-        likelihood.check_outputs(f)
-        cotangents = likelihood.sample_cotangents(
-            f.to(self._dtype), self.likelihood, int(self.stochastic), generator
-        )
-        psi = self._linearizer.project(x, cotangents, basis.directions)
-        return f.to(self._dtype), psi.double()
+        positions, y = self._positions, self._target_rows(f, y)
+        known = likelihood.observed(y, family)
+        if self.stochastic:
+            cotangents = likelihood.sample_cotangents(
+                f, family, int(self.stochastic), generator
+            )
+            if known is not None:
+                cotangents = cotangents * known[:, None, None]
+            psi = self._linearizer.project(
+                x, positions.outputs(cotangents).mT, basis.directions
+            ).double()
+        else:
+            psi = likelihood.curvature_root(f, phi, family)
+            if known is not None:
+                psi = psi * known[:, None, None]
+            psi = psi.unflatten(0, (-1, positions.n_positions))
+        f, y = (t.unflatten(0, (-1, positions.n_positions)) for t in (f, y))
+        return f, psi, y

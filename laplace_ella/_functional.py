@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
-__all__ = ["ModelFunction", "unwrap"]
+__all__ = ["ModelFunction", "matching_names", "unwrap"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -27,8 +28,27 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def matching_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The names that are, or match, one of the patterns, in their own order."""
+    if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(
+            "params must be a list of parameter names or patterns, got "
+            f"{patterns!r}; names are those of model.named_parameters()."
+        )
+    unknown = [p for p in patterns if not any(fnmatchcase(n, p) for n in names)]
+    if unknown or not patterns:
+        raise ValueError(
+            f"params={list(patterns)} must name parameters of the model; "
+            f"{unknown or 'an empty list'} matches none of {list(names)}."
+        )
+    return [n for n in names if any(fnmatchcase(n, p) for p in patterns)]
+
+
 class ModelFunction:
     """f(params, x): the model with chosen parameters replaced, all others constant.
+
+    Outputs of any shape come as `(B, ·)`; `output_shape` has the shape of the last one,
+    without the batch dimension.
 
     Parameters
     ----------
@@ -40,6 +60,7 @@ class ModelFunction:
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.model = model
         self.names = tuple(names)
+        self.output_shape: tuple[int, ...] = ()
 
     def parameters(self) -> tuple[torch.Tensor, ...]:
         """The current values, detached; they share memory with the model."""
@@ -74,4 +95,8 @@ class ModelFunction:
         # Copies, made inside any transform: a forward pass may count in place.
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         state = {**buffers, **others, **chosen}
-        return functional_call(self.model, state, (x,), kwargs)
+        f = functional_call(self.model, state, (x,), kwargs)
+        if isinstance(f, torch.Tensor):
+            self.output_shape = tuple(f.shape[1:])
+            f = f.flatten(1) if f.ndim > 2 else f
+        return f

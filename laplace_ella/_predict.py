@@ -15,6 +15,7 @@ from laplace.utils.enums import (
 from laplace_ella import likelihood, predictive
 from laplace_ella._batch import to_device
 from laplace_ella._checks import member, positive_int
+from laplace_ella.layout import OutputLayout
 from laplace_ella.posterior import SubspacePosterior
 
 __all__ = ["Predicting"]
@@ -26,7 +27,10 @@ class Predicting:
     def features(
         self, x: torch.Tensor | MutableMapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs f_mu `(B, C)` and features φ = J(x)V `(B, C, K)`."""
+        """Outputs f_mu `(B, C)` and features φ = J(x)V `(B, C, K)`.
+
+        Of models with outputs at S positions: `(B·S, C)` and `(B·S, C, K)`.
+        """
         self._check_fitted()
         with self._undisturbed():
             return self._linearize(
@@ -42,9 +46,13 @@ class Predicting:
             return *self._linearize(x, posterior.basis, create_graph), None
         directions, weights = posterior.basis.directions, posterior.kernel_weights()
         f, phi, kernel = self._linearizer.features_and_kernel(
-            x, directions, weights, create_graph
+            x, directions, weights, create_graph, lambda J: self._positions.rows(J)
         )
-        return f.to(self._dtype), phi.to(self._dtype), kernel.to(self._dtype)
+        return (
+            self._positions.rows(f.to(self._dtype)),
+            self._positions.rows(phi.to(self._dtype)),
+            kernel.to(self._dtype),
+        )
 
     def __call__(
         self,
@@ -84,7 +92,9 @@ class Predicting:
         -------
         probabilities `(B, C)`, or for regression the mean `(B, C)` and the covariance
         `(B, C, C)`; `(B·C,)` and `(B·C, B·C)` if joint; variances `(B, C)` if
-        `diagonal_output` or `pred_type='nn'`
+        `diagonal_output` or `pred_type='nn'`. Of models with outputs at many positions,
+        probabilities, means and variances have the shape of the output and covariances
+        are those of the C outputs at each position, `(B, *positions, C, C)`.
         """
         pred_type = member(PredType, "pred_type", pred_type)
         link_approx = member(LinkApprox, "link_approx", link_approx)
@@ -97,7 +107,7 @@ class Predicting:
         self._check_fitted()
         self._check_generator(generator)
         generator = generator or self._fresh_generator()
-        regression = likelihood.is_regression(self.likelihood) or (
+        regression = self._family.is_regression or (
             self.likelihood == Likelihood.REWARD_MODELING and not fitting
         )
         if pred_type == PredType.NN:
@@ -106,14 +116,14 @@ class Predicting:
             )
             if regression:
                 return samples.mean(0), samples.var(0)
-            return samples.softmax(-1).mean(0)
+            return self._family.probabilities(samples, self._class_dim).mean(0)
         if joint and regression:
             return self._joint_distribution(x)
         with self._undisturbed():
             f_mu, phi, kernel = self._kernel_features(
                 to_device(x, self._device), self.posterior, self.enable_backprop
             )
-            return self.predict_from_features(
+            prediction = self.predict_from_features(
                 f_mu,
                 phi,
                 kernel,
@@ -123,6 +133,38 @@ class Predicting:
                 generator=generator,
                 regression=regression,
             )
+            return self._restore_prediction(prediction)
+
+    def _restore_prediction(
+        self, prediction: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Rows `(B·S, C)` in the shape of the model's output."""
+        positions = self._positions
+        if not isinstance(prediction, tuple):
+            return positions.restore(prediction)
+        mean, var = prediction
+        if var.ndim == 3:  # covariances
+            return positions.restore(mean), positions.restore_positions(var)
+        return positions.restore(mean), positions.restore(var)
+
+    def _prediction_rows(
+        self,
+        prediction: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        y: torch.Tensor,
+    ) -> tuple[Any, torch.Tensor]:
+        """Predictions with variances and targets as rows that are observed."""
+        parts = prediction if isinstance(prediction, tuple) else (prediction,)
+        rows = [self._positions.rows(part.flatten(1)) for part in parts]
+        y = self._target_rows(rows[0], y)
+        known = likelihood.observed(y, self._family)
+        if known is not None and self._positions.shape:
+            rows, y = [part[known] for part in rows], y[known]
+        return tuple(rows) if isinstance(prediction, tuple) else rows[0], y
+
+    @property
+    def _class_dim(self) -> int:
+        """Dimension of the C classes in samples `(n, B, ...)`."""
+        return 2 if self.output_layout is OutputLayout.CHANNELS_FIRST else -1
 
     def predict_from_features(
         self,
@@ -138,12 +180,14 @@ class Predicting:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """What `la(x)` gives, from outputs `(B, C)` and features `(B, C, K)` of x.
 
+        Of models with outputs at many positions, one row a position.
+
         Features do not depend on prior, noise, temperature or link: keep them (see
         `FeatureCache`) and try all of these at the cost of K×K algebra. Where the
         complement is kept, `kernel` is J(x)J(x)ᵀ `(B, C, C)`.
         """
         if regression is None:
-            regression = likelihood.is_regression(self.likelihood)
+            regression = self._family.is_regression
         values = self.posterior.function_values(f_mu, phi, kernel)
         if regression:
             return f_mu, values.variance() if diagonal_output else values.covariance()
@@ -153,6 +197,7 @@ class Predicting:
             n_samples,
             diagonal_output,
             generator or self._fresh_generator(),
+            self._family,
         )
 
     def _joint_distribution(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,13 +209,17 @@ class Predicting:
     def _joint_features(
         self, x: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Outputs `(B, C)`, features `(B·C, K)` and, if needed, kernel `(B·C, B·C)`."""
+        """Outputs as the model gives them, features `(B·C, K)` and, if needed, kernel
+        `(B·C, B·C)`; C stands for all outputs of an example."""
         x = to_device(x, self._device)
         if not self.posterior.needs_kernel:
-            f_mu, phi = self._linearize(x, self.basis, self.enable_backprop)
-            return f_mu, phi.flatten(0, 1), None
-        f_mu, Js = self._linearizer.jacobian(x, self.enable_backprop)
-        return f_mu.to(self._dtype), *self._jacobian_products(Js.flatten(0, 1))
+            f_mu, phi = self._differentiate(x, self.basis, self.enable_backprop)
+            products = phi.flatten(0, 1), None
+        else:
+            f_mu, Js = self._linearizer.jacobian(x, self.enable_backprop)
+            products = self._jacobian_products(Js.flatten(0, 1))
+        f_mu = f_mu.to(self._dtype).unflatten(1, self._positions.output_shape)
+        return f_mu, *products
 
     def _jacobian_products(
         self, Js: torch.Tensor
@@ -222,7 +271,9 @@ class Predicting:
             posterior = self.posterior
             features = self._kernel_features(x, posterior, self.enable_backprop)
             values = posterior.function_values(*features)
-            return predictive.draw(values, n_samples, generator, diagonal_output)
+            samples = predictive.draw(values, n_samples, generator, diagonal_output)
+            restored = self._positions.restore(samples.flatten(0, 1))
+            return restored.unflatten(0, (n_samples, -1))
 
     def predictive_samples(
         self,
@@ -238,7 +289,7 @@ class Predicting:
             x, pred_type, n_samples, diagonal_output, generator, joint
         )
         if self.likelihood == Likelihood.CLASSIFICATION:
-            return samples.softmax(-1)
+            return self._family.probabilities(samples, self._class_dim)
         return samples
 
     def _nn_functional_samples(
@@ -258,7 +309,7 @@ class Predicting:
                 theta = fn.split(self.sample(1, generator)[0])
                 theta = [t.to(d) for t, d in zip(theta, params, strict=True)]
                 samples.append(fn(theta, x, **model_kwargs).to(self._dtype))
-        return torch.stack(samples)
+        return torch.stack(samples).unflatten(2, fn.output_shape)
 
     def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
         """Output covariance `(B, C, C)` for Jacobians `(B, C, P)`."""
@@ -288,9 +339,10 @@ class Predicting:
             f_mu, phi, kernel = self._kernel_features(
                 to_device(X, self._device), self.posterior, self.enable_backprop
             )
-            return self.predict_from_features(
+            prediction = self.predict_from_features(
                 f_mu, phi, kernel, diagonal_output=diagonal_output, regression=True
             )
+            return self._restore_prediction(prediction)
 
     def _check_generator(self, generator: torch.Generator | None) -> None:
         if generator is None:

@@ -15,7 +15,7 @@ from laplace.utils.enums import (
 )
 from torch.utils.data import DataLoader
 
-from laplace_ella import likelihood, tuning
+from laplace_ella import tuning
 from laplace_ella._checks import member, positive_int
 from laplace_ella.cache import FeatureCache
 
@@ -153,9 +153,10 @@ class Tuning:
             10**log_prior_prec_max, at the same time
         """
         link_approx = member(LinkApprox, "link_approx", link_approx)
-        posterior = self.posterior.with_(factor=self._H_factor * self.temperature)
+        posterior = self.posterior
+        posterior = posterior.with_(factor=posterior.factor * self.temperature)
         if tune_prior:
-            posterior = posterior.with_(prior=torch.ones_like(self.H[0, :1]))
+            posterior = posterior.with_(prior=torch.ones_like(posterior.H[0, :1]))
         validator = tuning.Validator.for_laplace(
             self, val_loader, loss, link_approx, n_samples, progress_bar, posterior
         )
@@ -176,9 +177,10 @@ class Tuning:
     ) -> None:
         """Choose the observation noise by the evidence, with the prior precision.
 
-        Starts from the current values; the structure of the prior is kept.
+        Starts from the current values; the structure of the prior is kept, and so is
+        that of the noise: one for all outputs, or one for each.
         """
-        if not likelihood.is_regression(self.likelihood):
+        if not self._family.is_regression:
             raise ValueError(
                 f"sigma_noise is for regression; this likelihood is {self.likelihood}."
             )
@@ -201,7 +203,7 @@ class Tuning:
                 f"n_eigenvalues={rank}."
             )
         self._set_basis(self.basis.truncate(rank))
-        self.H = self.H[:rank, :rank]
+        self.H = self.H[..., :rank, :rank]
 
     def optimize_rank(
         self,

@@ -28,6 +28,9 @@ class FeatureCache:
     through the network. (With `complement="prior"` and a prior that is not scalar they
     do depend on the prior.)
 
+    Models with outputs at many positions have a row for each position of each example,
+    less those whose target is not observed.
+
     Attributes
     ----------
     f_mu : torch.Tensor
@@ -68,8 +71,12 @@ class FeatureCache:
         with la._undisturbed(loader):
             for x, y in la._batches(loader, "[Features]", progress_bar):
                 f, phi, kernel = la._kernel_features(x, posterior)
-                y = likelihood.check_targets(f, y, la.likelihood).to(la._device)
-                parts.append((f, phi, y) if kernel is None else (f, phi, y, kernel))
+                y = la._target_rows(f, y)
+                part = (f, phi, y) if kernel is None else (f, phi, y, kernel)
+                known = likelihood.observed(y, la._family)
+                if known is not None and la._positions.shape:
+                    part = tuple(tensor[known] for tensor in part)
+                parts.append(part)
         if not parts:
             raise ValueError("The loader yielded no batch; there is nothing to cache.")
         return cls(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))

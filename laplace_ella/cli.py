@@ -427,17 +427,18 @@ def _print_derivatives(model: Any, x: Any, key_x: str) -> bool:
     weights = next(model.parameters())
     directions = torch.randn(2, sum(function.numels())).to(weights)
     with torch.no_grad():
-        outputs = model(one)
+        n_outputs = function(function.parameters(), one).shape[-1]
     working = False
     print("Ways of computing features J(x)V:")
     for mode in FeatureMode:
         if mode is FeatureMode.AUTO:
             continue
         linearizer = Linearizer(function, key_x, feature_mode=mode)
+        linearizer.n_outputs = n_outputs
         start = time.perf_counter()
         try:
             with torch.no_grad():
-                linearizer.choose_feature_mode(one, outputs, directions)
+                linearizer.choose_feature_mode(one, directions)
                 linearizer.features(one, directions)
             text = f"works, {1e3 * (time.perf_counter() - start):.0f} ms"
             working = True

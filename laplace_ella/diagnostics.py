@@ -307,7 +307,7 @@ def _estimate(
         products = products.double().square().sum((0, 1))
         squares += products[:n_probes]
         within += float(products[n_probes:].sum())
-        curvature = max(curvature, largest_curvature(f, la.likelihood))
+        curvature = max(curvature, largest_curvature(f, la._family))
     del probes, tangents
 
     def apply(v: torch.Tensor) -> torch.Tensor:

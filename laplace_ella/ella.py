@@ -8,7 +8,7 @@ hyperparameters and with files stands in `_fit`, `_predict`, `_tune` and `_check
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,17 +18,18 @@ from laplace.utils.enums import Likelihood
 from torch import nn
 from tqdm.auto import tqdm
 
-from laplace_ella import likelihood
 from laplace_ella._batch import split_batch, to_device
 from laplace_ella._checkpoint import Checkpointing
 from laplace_ella._checks import check_positive, member, positive_int
 from laplace_ella._errors import NotFittedError
 from laplace_ella._fit import Fitting
-from laplace_ella._functional import ModelFunction, unwrap
+from laplace_ella._functional import ModelFunction, matching_names, unwrap
+from laplace_ella._observe import Observing
 from laplace_ella._predict import Predicting
 from laplace_ella._preserve import evaluation_mode, random_states
 from laplace_ella._tune import Tuning
 from laplace_ella.features import FeatureMode
+from laplace_ella.layout import OutputLayout
 from laplace_ella.linearize import Linearizer
 from laplace_ella.memory import parse_bytes
 from laplace_ella.nystrom import NystromBasis
@@ -38,7 +39,9 @@ from laplace_ella.rows import RowMode
 __all__ = ["ELLALaplace"]
 
 
-class ELLALaplace(Fitting, Predicting, Tuning, Checkpointing, ParametricLaplace):
+class ELLALaplace(
+    Observing, Fitting, Predicting, Tuning, Checkpointing, ParametricLaplace
+):
     """Linearised Laplace with a Nyström approximation of the neural tangent kernel.
 
     ELLA (Deng, Zhou and Zhu, NeurIPS 2022) takes K directions V of parameter space,
@@ -87,13 +90,24 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         "cpu" beside a model on a GPU
     compile : bool or dict, default=False
         compile the forward-mode pass with `torch.compile`, with these arguments
+    output_layout : OutputLayout or str, default="flat"
+        where the outputs of models that predict at many positions (tokens, pixels) have
+        their channels, see `OutputLayout`; predictions come in the model's layout.
+        Positions with class index -100 count for nothing
+    multi_label : bool, default=False
+        classification with C labels that are there or not, each by a sigmoid, instead
+        of one class of C; targets are 0 or 1, in the shape of the output
+    params : sequence of str, optional
+        names of the parameters that get a posterior, or patterns like "encoder.*"; all
+        that require gradients by default
 
     Attributes
     ----------
     basis : NystromBasis
         the directions and their spectrum, after `fit`
     H : torch.Tensor
-        projected curvature Σ φᵀΛφ `(K, K)`, without noise and temperature
+        projected curvature Σ φᵀΛφ `(K, K)`, without noise and temperature; of each
+        output `(C, K, K)` where `sigma_noise` has a value for each
     history : list of dict
         'n_data' and validation 'loss' in the course of the last fit
 
@@ -144,6 +158,9 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
         compile: bool | dict[str, Any] = False,
+        output_layout: OutputLayout | str = OutputLayout.FLAT,
+        multi_label: bool = False,
+        params: Sequence[str] | None = None,
     ) -> None:
         self.subsample_size = positive_int("subsample_size", subsample_size)
         self.n_eigenvalues = n_eigenvalues
@@ -170,18 +187,16 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         self.complement = complement
         self._stream: torch.Generator | None = None
         self.history: list[dict[str, float]] = []
-        if isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() != 1:
-            raise ValueError(
-                "sigma_noise must be one number for all outputs, got shape "
-                f"{tuple(sigma_noise.shape)}."
-            )
-        names = self._laplace_parameters(model)
+        self.output_layout = member(OutputLayout, "output_layout", output_layout)
+        self.multi_label = multi_label
+        names = self._laplace_parameters(model, params)
+        several = isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() > 1
         super().__init__(
             model,
             likelihood,
-            sigma_noise,
-            prior_precision,
-            prior_mean,
+            1.0 if several else sigma_noise,
+            prior_precision if params is None else 1.0,
+            prior_mean if params is None else 0.0,
             temperature,
             enable_backprop,
             dict_key_x,
@@ -198,11 +213,21 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
             chunk_size,
             compile,
         )
+        self._check_multi_label()
+        if several:
+            self.sigma_noise = sigma_noise
+        if params is not None:
+            self._restrict(names, prior_precision, prior_mean)
 
     @staticmethod
-    def _laplace_parameters(model: nn.Module) -> list[str]:
-        """Names of the parameters that get a posterior: all that require gradients."""
+    def _laplace_parameters(
+        model: nn.Module, patterns: Sequence[str] | None = None
+    ) -> list[str]:
+        """Names of the parameters that get a posterior: those that were asked for, or
+        all that require gradients."""
         named = list(unwrap(model).named_parameters())
+        if patterns is not None:
+            return matching_names([name for name, _ in named], patterns)
         names = [name for name, p in named if p.requires_grad]
         if not names:
             raise ValueError(
@@ -211,6 +236,22 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
                 "requires_grad_(True) on the layers that should be uncertain."
             )
         return names
+
+    def _restrict(
+        self,
+        names: Sequence[str],
+        prior_precision: float | torch.Tensor,
+        prior_mean: float | torch.Tensor,
+    ) -> None:
+        """Give a posterior to these parameters only."""
+        model = unwrap(self.model)
+        named = dict(model.named_parameters())
+        self._linearizer.fn = ModelFunction(model, names)
+        self.params = [named[name] for name in names]
+        self.n_params = sum(p.numel() for p in self.params)
+        self.n_layers = len(self.params)
+        self.prior_precision, self.prior_mean = prior_precision, prior_mean
+        self.mean = self.prior_mean
 
     # Settings of the base class that must invalidate or check more here
 
@@ -254,16 +295,6 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
     def prior_precision(self, prior_precision: float | torch.Tensor) -> None:
         check_positive("prior_precision", prior_precision)
         BaseLaplace.prior_precision.fset(self, prior_precision)
-
-    @property
-    def sigma_noise(self) -> torch.Tensor:
-        """Standard deviation of the observation noise, for regression."""
-        return self._sigma_noise
-
-    @sigma_noise.setter
-    def sigma_noise(self, sigma_noise: float | torch.Tensor) -> None:
-        check_positive("sigma_noise", sigma_noise)
-        BaseLaplace.sigma_noise.fset(self, sigma_noise)
 
     # Fitting
 
@@ -313,15 +344,24 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
     def _linearize(
         self, x: Any, basis: NystromBasis, create_graph: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs (B, C) and features (B, C, K) of inputs on the device."""
+        """Outputs (B·S, C) and features (B·S, C, K) of inputs on the device."""
+        outputs = self._differentiate(x, basis, create_graph)
+        f, phi = (self._positions.rows(t) for t in outputs)
+        return f, phi
+
+    def _differentiate(
+        self, x: Any, basis: NystromBasis, create_graph: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs (B, S·C) and features (B, S·C, K) of inputs on the device."""
         linearizer = self._linearizer
         if linearizer.feature_mode is None:
-            with torch.no_grad():
-                f = self.model(x)
-                likelihood.check_outputs(f)
-                linearizer.choose_feature_mode(x, f, basis.directions)
+            linearizer.choose_feature_mode(x, basis.directions)
         f, phi = linearizer.features(x, basis.directions, create_graph)
         return f.to(self._dtype), phi.to(self._dtype)
+
+    def _rows_of(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Outputs (B, S·C) of the model as rows (B·S, C)."""
+        return self._positions.rows(outputs.to(self._dtype))
 
     # Posterior
 
@@ -332,7 +372,9 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         if self._posterior_scale is None:
             posterior = self._posterior_of(self.basis, self.H)
             self._posterior_scale = posterior.with_(
-                factor=posterior.factor.detach(), prior=posterior.prior.detach()
+                H=posterior.H.detach(),
+                factor=posterior.factor.detach(),
+                prior=posterior.prior.detach(),
             )
         return self._posterior_scale
 
@@ -343,19 +385,16 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
 
     def _posterior_of(self, basis: NystromBasis, H: torch.Tensor) -> SubspacePosterior:
         """A posterior with the current hyperparameters."""
+        H, factor = self._weighted(H)
         return SubspacePosterior(
             basis,
             H,
-            torch.as_tensor(self._H_factor),
+            factor,
             self.prior_precision,
             tuple(self._linearizer.fn.numels()),
             self.complement,
             self._layer_grams if basis is self.basis else [],
         )
-
-    @property
-    def _H_factor(self) -> torch.Tensor:
-        return 1 / self.sigma_noise.square() / self.temperature
 
     @property
     def posterior_precision(self) -> torch.Tensor:

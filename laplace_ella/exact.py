@@ -28,6 +28,8 @@ from laplace_ella._spectral import (
     residual_norms,
     spectral_norms,
 )
+from laplace_ella.layout import OutputLayout
+from laplace_ella.likelihood import Family
 from laplace_ella.posterior import SubspacePosterior
 from laplace_ella.rows import row_dtype
 
@@ -115,15 +117,19 @@ def relative_errors(approximate: torch.Tensor, exact: torch.Tensor) -> torch.Ten
     return spectral_norms(approximate.double() - exact) / spectral_norms(exact)
 
 
-def largest_curvature(f: torch.Tensor, likelihood_name: str) -> float:
+def largest_curvature(f: torch.Tensor, family: Family) -> float:
     """c_Λ without noise and temperature: the largest ‖Λ(x)‖ over outputs `(B, C)`.
 
-    1 for regression. For the softmax Λ = diag(p) − ppᵀ, whose largest eigenvalue lies
-    between the two largest probabilities and is the root there of the secular equation
-    Σ_c p_c²/(p_c − λ) = 1, found by bisection without any C×C matrix. It is at most ½.
+    1 for regression, the largest p(1 − p) for labels. For the softmax Λ = diag(p) −
+    ppᵀ, whose largest eigenvalue lies between the two largest probabilities and is the
+    root there of the secular equation Σ_c p_c²/(p_c − λ) = 1, found by bisection
+    without any C×C matrix. It is at most ½.
     """
-    if likelihood.is_regression(likelihood_name):
+    if family.is_regression:
         return 1.0
+    if family is Family.BERNOULLI:
+        p = f.double().sigmoid()
+        return float((p * (1 - p)).max())
     p = f.double().softmax(-1)
     if p.shape[-1] == 1:
         return 0.0
@@ -241,7 +247,7 @@ class ExactLaplace(ABC):
         self.n_params = la.n_params
         self.trace = self.c_kappa = self.curvature = 0.0
         posterior = la.posterior
-        self.likelihood = la.likelihood
+        self.family = la._family
         self.factor = float(posterior.factor)
         self.prior = posterior.prior_diagonal().detach().double()
 
@@ -250,7 +256,7 @@ class ExactLaplace(ABC):
         diagonal = J.double().square().sum(-1)
         self.trace += float(diagonal.sum())
         self.c_kappa = max(self.c_kappa, float(diagonal.max()))
-        self.curvature = max(self.curvature, largest_curvature(f, self.likelihood))
+        self.curvature = max(self.curvature, largest_curvature(f, self.family))
 
     @property
     def c_lambda(self) -> float:
@@ -385,7 +391,7 @@ class _KernelSide(ExactLaplace):
             filled += len(f)
         if filled != n_data:
             raise ValueError(_not_all_once(n_data))
-        self.p = torch.cat(outputs).double().softmax(-1)
+        self.p = self.family.probabilities(torch.cat(outputs).double())
 
     def _root_rows(self, part: slice, whiten: bool) -> torch.Tensor:
         """Λ^{1/2}J (b·C, P) of a few examples, times D^{-1/2} if `whiten`.
@@ -393,9 +399,11 @@ class _KernelSide(ExactLaplace):
         For the softmax the rows of a root are √p_c (J_c − Σ_c p_c J_c).
         """
         J = self.J[part]
-        if not likelihood.is_regression(self.likelihood):
-            p = self.p[part].unsqueeze(-1).to(J)
+        p = self.p[part].unsqueeze(-1).to(J)
+        if self.family is Family.CATEGORICAL:
             J = p.sqrt() * (J - (p.mT @ J))
+        elif self.family is Family.BERNOULLI:
+            J = (p * (1 - p)).sqrt() * J
         if whiten and self.prior.numel() > 1:
             J = J * self.prior.rsqrt().to(J)
         elif whiten:
@@ -486,7 +494,7 @@ class _WeightSide(ExactLaplace):
         for f, J in jacobians(la, loader):
             flat = J.double().flatten(0, 1)
             self.JJ += flat.T @ flat
-            root = likelihood.curvature_root(f, J, self.likelihood).flatten(0, 1)
+            root = likelihood.curvature_root(f, J, self.family).flatten(0, 1)
             self.JLJ += root.T @ root
             self._see(f, J)
             seen += len(f)
@@ -561,6 +569,12 @@ def working(la: ELLALaplace, *loaders: Any) -> Iterator[None]:
 def count(la: ELLALaplace, loader: DataLoader, name: str = "loader") -> int:
     """N, the number of examples of one pass."""
     _sampling.check_loader(loader, name)
+    if la.output_layout is not OutputLayout.FLAT or la.sigma_noise.numel() > 1:
+        raise NotImplementedError(
+            "Diagnostics are for outputs (B, C) with one sigma_noise, got "
+            f"output_layout={la.output_layout.value!r} and {la.sigma_noise.numel()} "
+            "noises. Diagnose a wrapped model that returns one position."
+        )
     with working(la, loader):
         return len(_sampling.eligible_indices(loader))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_ella import _sampling
-from laplace_ella._functional import ModelFunction, unwrap
+from laplace_ella._functional import unwrap
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.features import FeatureMode
+from laplace_ella.layout import OutputLayout
 from laplace_ella.posterior import Complement
 from laplace_ella.rows import RowMode
 
@@ -70,6 +72,8 @@ class ELLALLLaplace(ELLALaplace):
         basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
         compile: bool | dict[str, Any] = False,
+        output_layout: OutputLayout | str = OutputLayout.FLAT,
+        multi_label: bool = False,
     ) -> None:
         if asdl_fisher_kwargs is not None:
             raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
@@ -98,6 +102,8 @@ class ELLALLLaplace(ELLALaplace):
             basis_dtype=basis_dtype,
             basis_device=basis_device,
             compile=compile,
+            output_layout=output_layout,
+            multi_label=multi_label,
         )
         self.feature_reduction = feature_reduction
         self._last_layer_name = last_layer_name
@@ -111,7 +117,9 @@ class ELLALLLaplace(ELLALaplace):
             self._prior_mean = prior_mean
 
     @staticmethod
-    def _laplace_parameters(model: nn.Module) -> list[str]:
+    def _laplace_parameters(
+        model: nn.Module, patterns: Sequence[str] | None = None
+    ) -> list[str]:
         # All for now; the last layer's are known once it is found.
         return [name for name, _ in unwrap(model).named_parameters()]
 
@@ -129,12 +137,7 @@ class ELLALLLaplace(ELLALaplace):
         own = {id(p) for p in layer.parameters()}
         names = [n for n, p in model.named_parameters() if id(p) in own]
         self.last_layer_name = name
-        self._linearizer.fn = ModelFunction(model, names)
-        self.params = [p for p in model.parameters() if id(p) in own]
-        self.n_params = sum(p.numel() for p in self.params)
-        self.n_layers = len(self.params)
-        self.prior_precision, self.prior_mean = self._asked_prior
-        self.mean = self.prior_mean
+        self._restrict(names, *self._asked_prior)
 
     def fit(
         self,

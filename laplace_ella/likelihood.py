@@ -2,73 +2,132 @@
 
 The conventions are Laplace's: classification loss is the summed cross-entropy, the
 regression loss half the summed square error; noise and temperature enter later,
-through `_H_factor`.
+through `_H_factor`. A row is one position of one example, see `layout`.
 """
 
 from __future__ import annotations
+
+from enum import Enum
 
 import torch
 from laplace.utils.enums import Likelihood
 from torch.nn import functional as F
 
+from laplace_ella.layout import OutputLayout, Positions
+
 __all__ = [
+    "IGNORED",
+    "Family",
     "check_classes",
     "check_outputs",
     "check_targets",
     "curvature_root",
-    "is_regression",
-    "loss",
+    "losses",
+    "observed",
     "sample_cotangents",
 ]
 
-
-def is_regression(likelihood: Likelihood | str) -> bool:
-    """Reward models are fitted as classifiers of the preferred input."""
-    return likelihood == Likelihood.REGRESSION
+#: Class index of positions that are not observed, as in torch's cross-entropy.
+IGNORED = -100
 
 
-def check_outputs(f: torch.Tensor) -> None:
-    """A model output must be a floating-point matrix (B, C)."""
+class Family(str, Enum):
+    """Distribution of the targets given the outputs."""
+
+    GAUSSIAN = "gaussian"
+    """Regression: Λ = I, the noise is a factor of its own."""
+
+    CATEGORICAL = "categorical"
+    """One of C classes, by the softmax: Λ = diag(p) − ppᵀ."""
+
+    BERNOULLI = "bernoulli"
+    """C labels, each there or not, by the sigmoid: Λ = diag(p(1 − p))."""
+
+    @classmethod
+    def of(cls, likelihood: Likelihood | str, multi_label: bool = False) -> Family:
+        """Laplace's likelihood; reward models are fitted as classifiers."""
+        if likelihood == Likelihood.REGRESSION:
+            return cls.GAUSSIAN
+        return cls.BERNOULLI if multi_label else cls.CATEGORICAL
+
+    @property
+    def is_regression(self) -> bool:
+        return self is Family.GAUSSIAN
+
+    def probabilities(self, logits: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The inverse link of classes or labels."""
+        if self is Family.BERNOULLI:
+            return logits.sigmoid()
+        return logits.softmax(dim)
+
+
+def check_outputs(f: torch.Tensor, layout: OutputLayout = OutputLayout.FLAT) -> None:
+    """A model output must be a floating-point tensor of the layout's shape."""
     if not isinstance(f, torch.Tensor):
         raise TypeError(
             f"The model must return a tensor (B, C), got {type(f).__name__}. Wrap it "
             "in a module that returns the logits or means."
         )
-    if f.ndim != 2:
+    if layout is OutputLayout.FLAT and f.ndim != 2:
         raise ValueError(
             f"The model must return a matrix (B, C), got shape {tuple(f.shape)}. "
-            "Flatten or index its output in a wrapping module; for one output, return "
+            "For outputs at many positions pass output_layout='channels_last' "
+            "(B, ..., C) or 'channels_first' (B, C, ...); for one output, return "
             "shape (B, 1)."
+        )
+    if layout is not OutputLayout.FLAT and f.ndim < 2:
+        raise ValueError(
+            f"output_layout={layout.value!r} expects an output with a batch and a "
+            f"channel dimension, got shape {tuple(f.shape)}."
         )
 
 
 def check_targets(
-    f: torch.Tensor, y: torch.Tensor, likelihood: Likelihood | str
+    y: torch.Tensor, size: int, positions: Positions, family: Family
 ) -> torch.Tensor:
-    """Targets in the form the loss takes, or an error that names both shapes."""
-    if is_regression(likelihood):
-        if y.shape != f.shape:
+    """Targets of `size` examples as rows, or an error that names both shapes."""
+    per_output = (size, *positions.output_shape)
+    per_position = (size, *positions.shape)
+    floating = y.dtype.is_floating_point
+    if family is not Family.CATEGORICAL:
+        if tuple(y.shape) != per_output:
+            kind = "Regression" if family.is_regression else "Multi-label"
             raise ValueError(
-                f"Regression targets must have the shape of the model's output, "
-                f"{tuple(f.shape)}, got {tuple(y.shape)}. Reshape the targets, for "
+                f"{kind} targets must have the shape of the model's output, "
+                f"{per_output}, got {tuple(y.shape)}. Reshape the targets, for "
                 "example with y.unsqueeze(-1) for one output."
             )
-        return y
-    if y.shape == f.shape and y.dtype.is_floating_point:
-        return y  # class probabilities, as torch's cross-entropy takes them
-    if y.shape not in ((f.shape[0],), (f.shape[0], 1)) or y.dtype.is_floating_point:
+        return positions.rows(y.flatten(1))
+    if tuple(y.shape) == per_output and floating:
+        # class probabilities, as torch's cross-entropy takes them
+        return positions.rows(y.flatten(1))
+    if tuple(y.shape) not in (per_position, (*per_position, 1)) or floating:
         raise ValueError(
-            f"Classification targets must be class indices of shape ({f.shape[0]},) "
-            f"or probabilities of shape {tuple(f.shape)}, got shape {tuple(y.shape)} "
+            f"Classification targets must be class indices of shape {per_position} "
+            f"or probabilities of shape {per_output}, got shape {tuple(y.shape)} "
             f"and dtype {y.dtype}."
         )
     return y.reshape(-1).long()
 
 
-def check_classes(f: torch.Tensor, y: torch.Tensor) -> None:
-    """Class indices must lie in range(C)."""
-    if not y.dtype.is_floating_point and y.numel():
-        low, high = int(y.min()), int(y.max())
+def check_classes(
+    f: torch.Tensor, y: torch.Tensor, family: Family, may_ignore: bool = False
+) -> None:
+    """Class indices must lie in range(C), labels and probabilities in [0, 1]."""
+    if family.is_regression or not y.numel():
+        return
+    if family is Family.BERNOULLI:
+        low, high = float(y.min()), float(y.max())
+        if not (low >= 0 and high <= 1):
+            raise ValueError(
+                "Multi-label targets must be 0 or 1 (or probabilities), got values "
+                f"from {low:g} to {high:g}."
+            )
+    elif not y.dtype.is_floating_point:
+        known = y[y != IGNORED] if may_ignore else y
+        if not known.numel():
+            return
+        low, high = int(known.min()), int(known.max())
         if low < 0 or high >= f.shape[-1]:
             raise ValueError(
                 f"Class indices must lie in 0..{f.shape[-1] - 1} for a model with "
@@ -76,21 +135,30 @@ def check_classes(f: torch.Tensor, y: torch.Tensor) -> None:
             )
 
 
-def loss(
-    f: torch.Tensor, y: torch.Tensor, likelihood: Likelihood | str
-) -> torch.Tensor:
-    """Summed loss of outputs (B, C) and checked targets, a float64 scalar."""
+def observed(y: torch.Tensor, family: Family) -> torch.Tensor | None:
+    """Which rows have a target, or None where all rows do by their form."""
+    if family is not Family.CATEGORICAL or y.dtype.is_floating_point:
+        return None
+    return y != IGNORED
+
+
+def losses(f: torch.Tensor, y: torch.Tensor, family: Family) -> torch.Tensor:
+    """Loss of outputs (R, C) and checked targets, summed over the rows, float64.
+
+    One value an output, `(C,)`, for regression, whose outputs may differ in noise;
+    a scalar otherwise.
+    """
     f = f.double()
-    if is_regression(likelihood):
-        return 0.5 * (f - y.double()).square().sum()
+    if family.is_regression:
+        return 0.5 * (f - y.double()).square().sum(0)
+    if family is Family.BERNOULLI:
+        return F.binary_cross_entropy_with_logits(f, y.double(), reduction="sum")
     y = y.double() if y.dtype.is_floating_point else y
-    return F.cross_entropy(f, y, reduction="sum")
+    return F.cross_entropy(f, y, reduction="sum", ignore_index=IGNORED)
 
 
-def curvature_root(
-    f: torch.Tensor, phi: torch.Tensor, likelihood: Likelihood | str
-) -> torch.Tensor:
-    """ψ `(B, C, K)` in float64 with Σ_c ψ_cψ_cᵀ = φᵀΛφ for every example.
+def curvature_root(f: torch.Tensor, phi: torch.Tensor, family: Family) -> torch.Tensor:
+    """ψ `(R, C, K)` in float64 with Σ_c ψ_cψ_cᵀ = φᵀΛφ for every row.
 
     For the softmax Λ = diag(p) − ppᵀ, so φᵀΛφ = Σ_c p_c φ̃_c φ̃_cᵀ with φ̃ = φ − Σ_c
     p_c φ_c: a sum of squares, positive semi-definite also in floating point.
@@ -98,34 +166,39 @@ def curvature_root(
     Parameters
     ----------
     f : torch.Tensor
-        outputs `(B, C)`
+        outputs `(R, C)`
     phi : torch.Tensor
-        features `(B, C, K)`
+        features `(R, C, K)`
     """
     phi = phi.double()
-    if is_regression(likelihood):
+    if family.is_regression:
         return phi
-    p = f.double().softmax(-1).unsqueeze(-1)  # (B, C, 1)
+    f = f.double().unsqueeze(-1)  # (R, C, 1)
+    if family is Family.BERNOULLI:
+        return (f.sigmoid() * (-f).sigmoid()).sqrt() * phi
+    p = f.softmax(1)
     return p.sqrt() * (phi - (p * phi).sum(1, keepdim=True))
 
 
 def sample_cotangents(
     f: torch.Tensor,
-    likelihood: Likelihood | str,
+    family: Family,
     n_samples: int,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """Gradients of the log likelihood at sampled targets, `(B, S, C)`.
+    """Gradients of the log likelihood at n sampled targets, `(R, C, n)`.
 
     Their covariance is Λ, so the outer products of cᵀJ(x) are an unbiased estimate of
-    JᵀΛJ: the Monte-Carlo Fisher of Laplace's backends. Scaled by 1/√S.
+    JᵀΛJ: the Monte-Carlo Fisher of Laplace's backends. Scaled by 1/√n.
     """
-    B, C = f.shape
-    if is_regression(likelihood):
-        noise = torch.randn(
-            B, n_samples, C, generator=generator, dtype=f.dtype, device=f.device
-        )
-        return noise / n_samples**0.5
-    p = f.softmax(-1)
-    labels = torch.multinomial(p, n_samples, replacement=True, generator=generator)
-    return (F.one_hot(labels, C) - p.unsqueeze(1)) / n_samples**0.5
+    R, C = f.shape
+    drawn = {"generator": generator, "dtype": f.dtype, "device": f.device}
+    if family.is_regression:
+        return torch.randn(R, C, n_samples, **drawn) / n_samples**0.5
+    p = family.probabilities(f)
+    if family is Family.BERNOULLI:
+        labels = torch.rand(R, C, n_samples, **drawn) < p.unsqueeze(-1)
+    else:
+        labels = torch.multinomial(p, n_samples, replacement=True, generator=generator)
+        labels = F.one_hot(labels, C).mT
+    return (labels.to(f.dtype) - p.unsqueeze(-1)) / n_samples**0.5

@@ -284,10 +284,12 @@ class Linearizer:
         directions: torch.Tensor,
         weights: torch.Tensor | None,
         create_graph: bool = False,
+        group: Callable[[torch.Tensor], torch.Tensor] = lambda J: J,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """f (B, C), J diag(w) V (B, C, K) and J diag(w) Jᵀ (B, C, C), by reverse mode.
 
-        Weights None stand for ones.
+        Weights None stand for ones. `group` rearranges Jacobians (B, C, P) to (·, c, P)
+        where only kernels within groups of c outputs are wanted, (·, c, c).
         """
         size = batch_size(x, self.dict_key_x)
         V = directions.T.to(self.device, row_dtype(self.fn))  # once, not a chunk
@@ -295,7 +297,7 @@ class Linearizer:
         for part in chunks(size, self._rows_at_once(rows_per_example=self.n_outputs)):
             f, J = self.jacobian(take(x, part, size), create_graph)
             weighted = J if weights is None else J * weights.to(J)
-            parts.append((f, weighted @ V, weighted @ J.mT))
+            parts.append((f, weighted @ V, group(weighted) @ group(J).mT))
         f, phi, kernel = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return f, phi, kernel
 
@@ -329,15 +331,12 @@ class Linearizer:
             FeatureMode.DOUBLE_VJP: double_vjp,
         }[mode]
 
-    def choose_feature_mode(
-        self, x: Any, f: torch.Tensor, directions: torch.Tensor
-    ) -> None:
-        """Find the fastest way that works, on the batch x with outputs f (B, C).
+    def choose_feature_mode(self, x: Any, directions: torch.Tensor) -> None:
+        """Find the fastest way that works, on the batch x; `n_outputs` must be set.
 
         Where the expected costs are far apart the cheaper way is only tried; where
         they are close both are timed.
         """
-        self.n_outputs = f.shape[-1]
         size = batch_size(x, self.dict_key_x)
         few = min(size, 4, self._examples_at_once(len(directions)))
 

@@ -14,6 +14,7 @@ import torch
 from laplace.utils.enums import LinkApprox
 
 from laplace_ella._batch import chunks
+from laplace_ella.likelihood import Family
 
 __all__ = ["FunctionValues", "bridge", "class_probabilities", "draw", "probit"]
 
@@ -102,10 +103,10 @@ def draw(
     return f.mean + (root @ noise(B, root.shape[-1], n_samples)).permute(2, 0, 1)
 
 
-def probit(f: FunctionValues) -> torch.Tensor:
-    """Multi-class probit approximation: logits scaled by 1/√(1 + π/8·var)."""
+def probit(f: FunctionValues, family: Family = Family.CATEGORICAL) -> torch.Tensor:
+    """Probit approximation: logits scaled by 1/√(1 + π/8·var) before the link."""
     kappa = torch.rsqrt(1 + math.pi / 8 * f.variance())
-    return torch.softmax(kappa * f.mean, dim=-1)
+    return family.probabilities(kappa * f.mean)
 
 
 def bridge(f: FunctionValues, normalize: bool) -> torch.Tensor:
@@ -132,11 +133,17 @@ def class_probabilities(
     n_samples: int = 100,
     diagonal_output: bool = False,
     generator: torch.Generator | None = None,
+    family: Family = Family.CATEGORICAL,
 ) -> torch.Tensor:
-    """Class probabilities (B, C) by one of Laplace's links."""
+    """Probabilities (B, C) of classes or labels by one of Laplace's links."""
     if link_approx == LinkApprox.PROBIT:
-        return probit(f)
+        return probit(f, family)
     if link_approx in (LinkApprox.BRIDGE, LinkApprox.BRIDGE_NORM):
+        if family is Family.BERNOULLI:
+            raise ValueError(
+                "The Laplace bridge leads to a Dirichlet over classes; with "
+                "multi_label=True use link_approx='probit' or 'mc'."
+            )
         return bridge(f, normalize=link_approx == LinkApprox.BRIDGE_NORM)
     if link_approx != LinkApprox.MC:
         raise ValueError(
@@ -149,5 +156,5 @@ def class_probabilities(
     per_sample = f.mean.shape[0] * max(f.factor.shape[1:])
     for part in chunks(n_samples, SAMPLE_BUDGET // max(1, per_sample)):
         samples = draw(f, part.stop - part.start, generator, diagonal_output)
-        total = total + torch.softmax(samples, dim=-1).sum(0)
+        total = total + family.probabilities(samples).sum(0)
     return total / n_samples

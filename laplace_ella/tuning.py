@@ -17,13 +17,15 @@ import torchmetrics
 from laplace.utils.enums import LinkApprox
 from laplace.utils.metrics import RunningNLLMetric
 from scipy.optimize import minimize, minimize_scalar
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from laplace_ella import likelihood, predictive
+from laplace_ella import predictive
 from laplace_ella._batch import split_batch
 from laplace_ella._errors import BorderWarning
 from laplace_ella.cache import FeatureCache
+from laplace_ella.likelihood import Family
 from laplace_ella.posterior import SubspacePosterior
 
 if TYPE_CHECKING:
@@ -72,6 +74,12 @@ def gaussian_nll(
     return 0.5 * nll.sum(-1).mean()
 
 
+def bernoulli_nll(probabilities: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean negative log likelihood of labels `(N, C)`, summed over the labels."""
+    nll = F.binary_cross_entropy(probabilities, y.to(probabilities), reduction="sum")
+    return nll / len(y)
+
+
 def score(outputs: Iterator[tuple[Any, torch.Tensor]], loss: Loss) -> float:
     """A loss over batches (prediction, targets).
 
@@ -116,7 +124,7 @@ class Validator:
 
     cache: FeatureCache
     loss: Loss
-    regression: bool
+    family: Family
     link_approx: LinkApprox | str
     n_samples: int
     fresh_generator: Callable[[], torch.Generator | None]
@@ -145,7 +153,7 @@ class Validator:
         return cls(
             cache,
             default_loss(la) if loss is None else loss,
-            likelihood.is_regression(la.likelihood),
+            la._family,
             link_approx,
             n_samples,
             la._fresh_generator,
@@ -163,11 +171,15 @@ class Validator:
         def predictions() -> Iterator[tuple[Any, torch.Tensor]]:
             for part in self.cache.truncate(posterior.basis.rank).batches():
                 values = posterior.function_values(part.f_mu, part.phi, part.kernel)
-                if self.regression:
+                if self.family.is_regression:
                     yield (values.mean, values.covariance()), part.targets
                     continue
                 probabilities = predictive.class_probabilities(
-                    values, self.link_approx, self.n_samples, generator=generator
+                    values,
+                    self.link_approx,
+                    self.n_samples,
+                    generator=generator,
+                    family=self.family,
                 )
                 yield probabilities, part.targets
 
@@ -176,9 +188,9 @@ class Validator:
 
 def default_loss(la: ELLALaplace) -> Loss:
     """Negative log likelihood of whatever the likelihood is."""
-    if likelihood.is_regression(la.likelihood):
+    if la._family.is_regression:
         return lambda mean, var, y: gaussian_nll(mean, var, y, la.sigma_noise)
-    return RunningNLLMetric()
+    return bernoulli_nll if la.multi_label else RunningNLLMetric()
 
 
 def check_loss(loss: Any) -> None:
@@ -219,7 +231,7 @@ def search_prior_by_sampling(
         for batch in val_loader:
             x, y = split_batch(batch, la.dict_key_y)
             output = la(x, "nn", link_approx="mc", n_samples=n_samples, fitting=True)
-            yield output, y.to(la._device)
+            yield la._prediction_rows(output, y)
 
     def evaluate(prior: torch.Tensor) -> float:
         la.prior_precision = prior

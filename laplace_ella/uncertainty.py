@@ -17,20 +17,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from laplace.utils.enums import Likelihood
 
-from laplace_ella import likelihood, predictive
+from laplace_ella import predictive
 from laplace_ella._batch import chunks, to_device
+from laplace_ella.layout import Positions
+from laplace_ella.likelihood import Family
 
 if TYPE_CHECKING:
     from laplace_ella.ella import ELLALaplace
 
-__all__ = ["Uncertainty", "UncertaintyMeasure", "decompose", "entropy"]
+__all__ = [
+    "Uncertainty",
+    "UncertaintyMeasure",
+    "binary_entropy",
+    "decompose",
+    "entropy",
+]
 
 
 class UncertaintyMeasure(str, Enum):
     """In what the parts of an uncertainty are measured."""
 
     ENTROPY = "entropy"
-    """Nats, between 0 and log C; one number an input."""
+    """Nats; one number an input, between 0 and log C, or one a label of several."""
 
     VARIANCE = "variance"
     """Squares of the targets' unit; one number an input and output."""
@@ -45,7 +53,9 @@ class Uncertainty:
     mean : torch.Tensor
         predicted probabilities, or the mean of a regression, `(B, C)`
     total : torch.Tensor
-        entropy of `mean` `(B,)`, or variance of an observation `(B, C)`
+        entropy of `mean` `(B,)`, or variance of an observation `(B, C)`. Of outputs at
+        many positions: one entropy a position, variances in the shape of the output;
+        with `multi_label` one entropy an output
     aleatoric : torch.Tensor
         mean entropy of the sampled predictions `(B,)`, or noise variance `(B, C)`
     epistemic : torch.Tensor
@@ -65,6 +75,11 @@ class Uncertainty:
 def entropy(probabilities: torch.Tensor) -> torch.Tensor:
     """−Σ_c p_c log p_c in nats over the last dimension, with 0 log 0 = 0."""
     return torch.special.entr(probabilities).sum(-1)
+
+
+def binary_entropy(probabilities: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of each label that is there with probability p."""
+    return torch.special.entr(probabilities) + torch.special.entr(1 - probabilities)
 
 
 def decompose(
@@ -122,15 +137,33 @@ def decompose(
         )
         values = posterior.function_values(*features)
         if la.likelihood == Likelihood.CLASSIFICATION:
-            return _decompose_classes(
-                values, n_samples, generator or la._fresh_generator()
+            parts = _decompose_classes(
+                values, n_samples, generator or la._fresh_generator(), la._family
             )
-        return _decompose_variance(values, _noise_variance(la, values.mean))
+        else:
+            parts = _decompose_variance(values, _noise_variance(la, values.mean))
+        return _restore(parts, la._positions)
+
+
+def _restore(parts: Uncertainty, positions: Positions) -> Uncertainty:
+    """Rows in the shape of the model's output, or of its positions."""
+
+    def shaped(rows: torch.Tensor) -> torch.Tensor:
+        restore = positions.restore if rows.ndim == 2 else positions.restore_positions
+        return restore(rows)
+
+    return Uncertainty(
+        shaped(parts.mean),
+        shaped(parts.total),
+        shaped(parts.aleatoric),
+        shaped(parts.epistemic),
+        parts.measure,
+    )
 
 
 def _noise_variance(la: ELLALaplace, mean: torch.Tensor) -> torch.Tensor:
     """σ² of the observations `(B, C)`."""
-    if not likelihood.is_regression(la.likelihood):
+    if not la._family.is_regression:
         return torch.zeros_like(mean)
     return la.sigma_noise.square().to(mean).expand_as(mean)
 
@@ -152,20 +185,22 @@ def _decompose_classes(
     values: predictive.FunctionValues,
     n_samples: int,
     generator: torch.Generator | None,
+    family: Family,
 ) -> Uncertainty:
+    entropies = binary_entropy if family is Family.BERNOULLI else entropy
     f = predictive.FunctionValues(values.mean, values.root())  # one root for all chunks
     dtype = f.mean.dtype
     B, C = f.mean.shape
     probabilities = torch.zeros_like(f.mean, dtype=torch.float64)
-    conditional = torch.zeros(B, dtype=torch.float64, device=f.mean.device)
+    conditional = torch.zeros_like(entropies(probabilities))
     per_sample = max(1, B * max(C, f.factor.shape[-1]))
     for part in chunks(n_samples, predictive.SAMPLE_BUDGET // per_sample):
         logits = predictive.draw(f, part.stop - part.start, generator)
-        p = logits.softmax(-1)
+        p = family.probabilities(logits)
         probabilities = probabilities + p.double().sum(0)
-        conditional = conditional + entropy(p).double().sum(0)
+        conditional = conditional + entropies(p).double().sum(0)
     mean = probabilities / n_samples
-    total = entropy(mean)
+    total = entropies(mean)
     # Jensen: the mean entropy is not larger, up to rounding
     aleatoric = torch.minimum(conditional / n_samples, total)
     return Uncertainty(
