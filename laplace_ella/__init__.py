@@ -8,6 +8,7 @@ from laplace_ella._errors import (
     NotFittedError,
     NumericalWarning,
     RankWarning,
+    UnsupportedLayerError,
 )
 from laplace_ella.cache import FeatureCache
 from laplace_ella.compare import compare
@@ -61,4 +62,5 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "NotFittedError",
     "NumericalWarning",
     "RankWarning",
+    "UnsupportedLayerError",
 ]

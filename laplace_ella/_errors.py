@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-__all__ = ["BorderWarning", "NotFittedError", "NumericalWarning", "RankWarning"]
+__all__ = [
+    "BorderWarning",
+    "NotFittedError",
+    "NumericalWarning",
+    "RankWarning",
+    "UnsupportedLayerError",
+]
 
 
 class NotFittedError(AttributeError, RuntimeError):
     """A posterior was asked for before `fit()` or `load_state_dict()`."""
+
+
+class UnsupportedLayerError(RuntimeError):
+    """A backend has no, or wrong, gradients for a layer; the message names it."""
 
 
 class RankWarning(UserWarning):

@@ -18,6 +18,7 @@ from laplace.utils.enums import Likelihood
 from torch import nn
 from tqdm.auto import tqdm
 
+from laplace_ella._backends import resolve
 from laplace_ella._batch import split_batch, to_device
 from laplace_ella._checkpoint import Checkpointing
 from laplace_ella._checks import check_positive, member, positive_int
@@ -56,8 +57,17 @@ class ELLALaplace(
     Parameters
     ----------
     model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, \
-enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kwargs
+enable_backprop, dict_key_x, dict_key_y
         as for every `laplace.ParametricLaplace`
+    backend : CurvlinopsGGN, BackPackGGN, AsdlGGN or None, default=None
+        who takes the sampled gradients: torch.func (`CurvlinopsGGN` and None),
+        BackPACK or ASDL. The numbers are the same; a layer that BackPACK or ASDL does
+        not support is an error. Backends of the empirical Fisher and of the Hessian
+        are refused: the curvature of ELLA is the GGN
+    backend_kwargs : dict, optional
+        only 'stochastic', as the argument of that name
+    asdl_fisher_kwargs : dict, optional
+        for compatibility: must be empty, there is no ASDL Fisher here
     subsample_size : int, default=2000
         M, the number of gradients from which the directions are computed; every
         (example, output) pair is used once if there are fewer
@@ -72,7 +82,7 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
     feature_mode : FeatureMode or str, default="auto"
         direction of differentiation, see `FeatureMode`
     row_mode : RowMode or str, default="auto"
-        how sampled gradients are taken, see `RowMode`
+        how sampled gradients are taken, see `RowMode`; `backend` may set it
     complement : Complement or str, default="drop"
         what becomes of the directions outside the basis, see `Complement`; may be
         changed after the fit
@@ -168,6 +178,13 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
             self.n_eigenvalues = positive_int("n_eigenvalues", n_eigenvalues)
         if chunk_size is not None:
             positive_int("chunk_size", chunk_size)
+        self.row_mode, stochastic = resolve(
+            backend,
+            backend_kwargs,
+            asdl_fisher_kwargs,
+            member(RowMode, "row_mode", row_mode),
+            stochastic,
+        )
         if not isinstance(stochastic, bool):
             positive_int("stochastic", stochastic)
         if memory_budget is not None:
@@ -179,7 +196,6 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
         self.seed = seed
         self.balanced = balanced
         self.feature_mode = member(FeatureMode, "feature_mode", feature_mode)
-        self.row_mode = member(RowMode, "row_mode", row_mode)
         self.chunk_size = chunk_size
         self.compile = compile
         self.basis: NystromBasis | None = None
@@ -201,10 +217,12 @@ enable_backprop, dict_key_x, dict_key_y, backend, backend_kwargs, asdl_fisher_kw
             enable_backprop,
             dict_key_x,
             dict_key_y,
-            backend,
+            None,  # Laplace refuses BackPACK with frozen layers, which work here
             backend_kwargs,
             asdl_fisher_kwargs,
         )
+        if backend is not None:
+            self._backend_cls = backend
         self._linearizer = Linearizer(
             ModelFunction(unwrap(model), names),
             dict_key_x,

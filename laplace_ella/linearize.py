@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from laplace_ella._batch import batch_size, chunks, has_values, take
 from laplace_ella._functional import ModelFunction
 from laplace_ella._preserve import differentiable_kernels
 from laplace_ella._trials import Trial, attempt, winner
+from laplace_ella.backend_rows import LIBRARIES, check_rows, rows_by_backend
 from laplace_ella.features import (
     FeatureMode,
     by_double_vjp,
@@ -152,18 +154,33 @@ class Linearizer:
         """The same in chunks, so that never more than one of them is in memory."""
         if self.row_mode is None:
             self._choose_row_mode(x, examples, cotangents)
-        compute = rows_by_vmap if self.row_mode is RowMode.VMAP else rows_by_loop
+        compute = self._row_function()
         size = batch_size(x, self.dict_key_x)
         for part in chunks(len(examples), self._rows_at_once()):
             with differentiable_kernels():  # the flags are not kept between chunks
                 rows = compute(self.fn, x, size, examples[part], cotangents[part])
             yield rows
 
+    def _row_function(self) -> Callable[..., torch.Tensor]:
+        if self.row_mode in LIBRARIES:
+            return partial(rows_by_backend, LIBRARIES[self.row_mode])
+        return rows_by_vmap if self.row_mode is RowMode.VMAP else rows_by_loop
+
     def _choose_row_mode(
         self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
     ) -> None:
-        """Keep the fastest way that works on the first few rows."""
+        """Keep the fastest way that works on the first few rows.
+
+        A library that was asked for is not timed but checked.
+        """
         size = batch_size(x, self.dict_key_x)
+        if self.asked_row_mode in LIBRARIES:
+            library = LIBRARIES[self.asked_row_mode]
+            with differentiable_kernels():
+                check_rows(library, self.fn, x, size, examples, cotangents.shape[-1])
+            self.row_mode = self.asked_row_mode
+            logger.info("rows of the Jacobian by %s", library.name)
+            return
 
         def way(compute: Callable[..., torch.Tensor]) -> Callable[[int], object]:
             return lambda n: compute(self.fn, x, size, examples[:n], cotangents[:n])
@@ -202,7 +219,7 @@ class Linearizer:
             RowMode.VMAP: way(jacobian_by_vmap),
             RowMode.LOOP: way(jacobian_by_loop),
         }
-        if self.asked_row_mode is not RowMode.AUTO:
+        if self.asked_row_mode in ways:  # the libraries make rows only
             ways = {self.asked_row_mode: ways[self.asked_row_mode]}
         at_once = self._rows_at_once(rows_per_example=self.n_outputs)
         with differentiable_kernels(), torch.no_grad():

@@ -30,13 +30,19 @@ class RowMode(str, Enum):
     """How the gradients of B examples are taken; every way gives the same rows."""
 
     AUTO = "auto"
-    """Try the ways below on one batch and keep the fastest that works."""
+    """Try `vmap` and `loop` on one batch and keep the fastest that works."""
 
     VMAP = "vmap"
     """`vmap(grad)`: one batched backward pass. Grouped convolutions may be slow."""
 
     LOOP = "loop"
     """One backward pass an example. Works for every model autograd works for."""
+
+    BACKPACK = "backpack"
+    """BackPACK's `BatchGrad`: one backward pass, for the layers that it knows."""
+
+    ASDL = "asdl"
+    """ASDL's batch gradients: the same. Convolutions take the memory of `unfold`."""
 
 
 def row_dtype(fn: ModelFunction) -> torch.dtype:

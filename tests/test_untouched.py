@@ -2,6 +2,7 @@
 
 import random
 from collections import OrderedDict
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -186,6 +187,22 @@ def test_untouched_by_every_mode(cls, call, mode, backprop):
     before = snapshot(case.model)
     CALLS[call](la, case)
     assert_same(snapshot(case.model), before)
+
+
+@flavours
+@pytest.mark.parametrize("breaks_after", [None, 3, 4, 6])
+@pytest.mark.parametrize("mode", ["loop", "backpack", "asdl"])
+def test_untouched_by_every_row_mode(cls, mode, breaks_after):
+    """Nor does anyone who takes the rows, also where the model raises on the way."""
+    case = make_case()
+    la = build(case, cls, row_mode=mode)
+    before = snapshot(case.model)
+    case.model.breaks_after = breaks_after
+    with nullcontext() if breaks_after is None else pytest.raises(Exception) as error:
+        la.fit(case.loader(4))
+    assert_same(snapshot(case.model), before)
+    # What tries several ways tells what each of them said.
+    assert error is None or "Broken" in f"{error.type.__name__} {error.value}"
 
 
 @flavours
