@@ -93,7 +93,7 @@ class Linearizer:
         self.jacobian_mode: RowMode | None = None
         self.n_outputs = 0
         self.activations = Activations(0, 0)
-        self._vectorized = True  # whether vmap over tangents works
+        self._vectorized = True  # whether tangents go through the model together
         self.compile = compile
         self._compiled: Callable[..., Any] | None = None
 
@@ -284,7 +284,7 @@ class Linearizer:
             at_once = (
                 self._rows_at_once(rows_per_example=self.n_outputs)
                 if self.feature_mode is FeatureMode.REVERSE
-                else self._examples_at_once(len(block))
+                else self._examples_at_once(len(block) if self._vectorized else 1)
             )
             with differentiable_kernels():
                 parts = [
@@ -368,15 +368,18 @@ class Linearizer:
 
         def forward_family() -> dict[tuple[FeatureMode, bool], Trial]:
             trials = {}
-            for mode, vectorized in (
-                (FeatureMode.FORWARD, True),
-                (FeatureMode.FORWARD, False),
-                (FeatureMode.DOUBLE_VJP, True),
-            ):
-                if self.asked_feature_mode in (mode, FeatureMode.AUTO):
-                    trials[mode, vectorized] = trial(mode, vectorized)
-                    if trials[mode, vectorized].error is None:
-                        break
+            if self.asked_feature_mode in (FeatureMode.FORWARD, FeatureMode.AUTO):
+                # Together is faster for most layers; one after the other for depthwise
+                # convolutions, which `vmap` makes slow.
+                together = trials[FeatureMode.FORWARD, True] = trial(
+                    FeatureMode.FORWARD
+                )
+                if not self.compile or together.error is not None:
+                    one_by_one = trial(FeatureMode.FORWARD, vectorized=False)
+                    trials[FeatureMode.FORWARD, False] = one_by_one.handicapped()
+            if all(t.error is not None for t in trials.values()):
+                if self.asked_feature_mode is not FeatureMode.FORWARD:
+                    trials[FeatureMode.DOUBLE_VJP, True] = trial(FeatureMode.DOUBLE_VJP)
             return trials
 
         def reverse() -> dict[tuple[FeatureMode, bool], Trial]:
