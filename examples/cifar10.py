@@ -41,12 +41,9 @@ from common.models import CIFAR_RESNETS, CIFAR_TRAIN_SIZE
 from common.protocols import PROTOCOLS, TITLES, Fold, Outcome
 from common.spread import spread, with_errors
 
-from laplace_ella import FeatureCache, metrics
+from laplace_ella import metrics
 
 LINKS = ("mc", "probit")
-
-#: Images on which one search is made, for small and for large ranks.
-N_SEARCH = {"small": 2000, "large": 1000}
 
 #: Links of methods that have none.
 NO_LINK = "–"
@@ -71,8 +68,12 @@ STRUCTURES = ("full", "kron", "diag")
 # --- one method on one fold -----------------------------------------------------------
 
 
-def ella_settings(ranks: list[int]) -> list[Setting]:
+def ella_settings(ranks: list[int], smoke: bool = False) -> list[Setting]:
     """Everything for the first rank, the main ones for the rest."""
+    if smoke:  # every kind of search once
+        settings = [Setting(ranks[0], s) for s in ("stop", "temperature", "evidence")]
+        settings.append(Setting(ranks[0], "both", "prior"))
+        return settings + [Setting(rank, "prior") for rank in ranks[1:]]
     settings = [
         Setting(ranks[0], "none"),
         Setting(ranks[0], "stop"),
@@ -93,29 +94,11 @@ def ella_settings(ranks: list[int]) -> list[Setting]:
     return settings
 
 
-def run_ella(
-    study: ella.Study,
-    setting: Setting,
-    link: str,
-    fold: Fold,
-    features: dict[str, FeatureCache],
-) -> Outcome:
-    """Choose on the fold's validation images, predict its test images."""
-    size = N_SEARCH["small" if setting.rank <= 128 else "large"]
-    chosen_on = features[fold.where][fold.choose[:size]]
-    la, chosen = ella.choose(
-        study, setting, link, chosen_on, PAPER_PRIOR, CIFAR_TRAIN_SIZE
-    )
-    val_nll = metrics.nll(ella.predict(la, chosen_on, link), chosen_on.targets)
-    probs = ella.predict(la, features["test"][fold.predict], link)
-    return Outcome(probs, val_nll, chosen)
-
-
 def run_last_layer(
     last: LastLayer, structure: str, search: str, link: str, fold: Fold
 ) -> Outcome:
     """The same for a Laplace posterior of the last layer."""
-    positions = fold.choose[: N_SEARCH["small"]]
+    positions = fold.choose[: ella.N_SEARCH["small"]]
     x, y = last.embeddings[fold.where][positions], last.targets[fold.where][positions]
     chosen = last.choose(structure, search, link, x, y)
     val_nll = metrics.nll(last.predict(structure, x, link, chosen), y)
@@ -192,7 +175,7 @@ def last_layer_methods(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
 def ella_methods(
     args: Any, evaluation: Evaluation, setup: Cifar, ranks: list[int]
 ) -> None:
-    settings = ella_settings(ranks)
+    settings = ella_settings(ranks, args.smoke)
     keys = expected_rows(args, [str(s) for s in settings])
     if all(key in evaluation.results.rows for key in keys):
         return
@@ -204,7 +187,9 @@ def ella_methods(
             evaluation.add(
                 str(setting),
                 link,
-                lambda fold, s=setting, li=link: run_ella(study, s, li, fold, features),
+                lambda fold, s=setting, li=link: ella.on_fold(
+                    study, s, li, fold, features, PAPER_PRIOR, CIFAR_TRAIN_SIZE
+                ),
             )
 
 
@@ -264,7 +249,7 @@ def seed_rows(
         name = f"{args.network}_seed{seed}"
         evaluation = make_evaluation(args, setup, name)
         ella_methods(args, evaluation, setup, args.seed_ranks)
-    settings = {str(s) for s in ella_settings(args.seed_ranks)}
+    settings = {str(s) for s in ella_settings(args.seed_ranks, args.smoke)}
     among = {(s, link) for s in settings for link in args.links}
     rows = [
         r

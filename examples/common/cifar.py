@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from common import ella, models
 from common.data import Images, cifar10, moved
@@ -93,9 +94,11 @@ class Cifar:
 
         path = self.folder.parent / "strength.pt"
         if not path.exists():
-            strengths = STRENGTHS if not self.args.smoke else (1.0,)
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(min(strengths, key=miss), path)
+            best = (
+                1.0 if self.args.smoke else min(tqdm(STRENGTHS, "strength"), key=miss)
+            )
+            torch.save(best, path)
         return torch.load(path)
 
     @property

@@ -19,7 +19,8 @@ def spread(rows_of_seeds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     for key in tables[0]:
         if not all(key in other for other in tables):
             continue
-        row: dict[str, Any] = dict(zip(("protocol", "method", "link"), key))
+        names = ("protocol", "method", "link")
+        row: dict[str, Any] = dict(zip(names, key, strict=True))
         for name in METRICS:
             values = np.array([other[key][name] for other in tables])
             row[name] = float(values.mean())
