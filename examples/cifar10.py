@@ -1,7 +1,7 @@
 """CIFAR-10 with pretrained ResNets: every method, both links (Table 3 of the paper).
 
-    python examples/cifar10.py --network resnet20
-    python examples/cifar10.py --network resnet56 --rank 64 --ranks 20 64
+    python examples/cifar10.py --network resnet20 --seeds 0 1 2
+    python examples/cifar10.py --network resnet56 --rank 256 --ranks 20 256
 
 Hyperparameters are chosen in two ways, each reported on all test images:
 
@@ -12,33 +12,41 @@ halves  on new images: settings chosen on one half of the test file predict the 
         half, and the other way round, so that no image takes part in a choice that
         its own prediction depends on.
 
+The first of --seeds gives the whole table. Further ones draw another basis and fit
+other images, and repeat ELLA's settings only, of --seed-ranks. Where the --seed-n-*
+sizes are smaller, the first seed is evaluated at these sizes once more, so that the
+spread is over seeds alone.
+
+laplace-torch's posteriors over all layers, which need a Jacobian for each image, are
+compared with the others on the first --n-subset test images.
+
 Interrupt and start again at will: features, predictions and rows are kept.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import ella, runs
+from common import ella, facts, figures, runs
+from common.all_layers import AllLayers, Sizes, attempts
 from common.cifar import PAPER_PRIOR, Cifar
 from common.ella import Setting
+from common.evaluation import Evaluation
 from common.last_layer import LastLayer
 from common.models import CIFAR_RESNETS, CIFAR_TRAIN_SIZE
-from laplace import Laplace
+from common.protocols import PROTOCOLS, TITLES, Fold, Outcome
+from common.spread import spread, with_errors
 
-from laplace_ella import FeatureCache, metrics
+from laplace_ella import metrics
 
 LINKS = ("mc", "probit")
-PROTOCOLS = ("train", "halves")
 
-#: Images on which one search is made, for small and for large ranks.
-N_SEARCH = {"small": 2000, "large": 1000}
+#: Links of methods that have none.
+NO_LINK = "–"
 
 COLUMNS = {
     "method": "method",
@@ -51,49 +59,31 @@ COLUMNS = {
     "chosen": "chosen",
 }
 
+SPREAD_COLUMNS = {k: COLUMNS[k] for k in list(COLUMNS)[:6]}
 
-@dataclass(frozen=True)
-class Fold:
-    """Positions to choose on and to predict: of validation and test, or of test."""
-
-    choose: torch.Tensor
-    predict: torch.Tensor
-    on_test: bool
+LAST_LAYER = {"evidence": "prior by evidence", "both": "tempered, prior chosen"}
+STRUCTURES = ("full", "kron", "diag")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Predictions of one fold, and what was chosen how well."""
-
-    probs: torch.Tensor
-    val_nll: float | None = None
-    chosen: dict[str, float] = field(default_factory=dict)
+# --- one method on one fold -----------------------------------------------------------
 
 
-def folds(protocol: str, n_validation: int, n_test: int) -> list[Fold]:
-    everything = torch.arange(n_test)
-    if protocol == "train":
-        return [Fold(torch.arange(n_validation), everything, False)]
-    first, second = everything[: n_test // 2], everything[n_test // 2 :]
-    return [Fold(first, second, True), Fold(second, first, True)]
-
-
-# --- ELLA -----------------------------------------------------------------------------
-
-
-def ella_settings(ranks: list[int]) -> list[Setting]:
-    small, large = [r for r in ranks if r <= 128], [r for r in ranks if r > 128]
-    first = small[0] if small else ranks[0]
+def ella_settings(ranks: list[int], smoke: bool = False) -> list[Setting]:
+    """Everything for the first rank, the main ones for the rest."""
+    if smoke:  # every kind of search once
+        settings = [Setting(ranks[0], s) for s in ("stop", "temperature", "evidence")]
+        settings.append(Setting(ranks[0], "both", "prior"))
+        return settings + [Setting(rank, "prior") for rank in ranks[1:]]
     settings = [
-        Setting(first, "none"),
-        Setting(first, "stop"),
-        Setting(first, "temperature"),
-        Setting(first, "both", "prior"),
-        Setting(first, "both"),
-        Setting(first, "temperature", "prior"),
-        Setting(first, "evidence"),
+        Setting(ranks[0], "none"),
+        Setting(ranks[0], "stop"),
+        Setting(ranks[0], "temperature"),
+        Setting(ranks[0], "both", "prior"),
+        Setting(ranks[0], "both"),
+        Setting(ranks[0], "temperature", "prior"),
+        Setting(ranks[0], "evidence"),
     ]
-    for rank in [*small[1:], *large]:
+    for rank in ranks[1:]:
         settings += [
             Setting(rank, "none"),
             Setting(rank, "prior"),
@@ -104,86 +94,310 @@ def ella_settings(ranks: list[int]) -> list[Setting]:
     return settings
 
 
-def run_ella(
-    study: ella.Study,
-    setting: Setting,
-    link: str,
-    fold: Fold,
-    validation: FeatureCache,
-    test: FeatureCache,
-) -> Outcome:
-    """Choose on the fold's validation images, predict its test images."""
-    size = N_SEARCH["small" if setting.rank <= 128 else "large"]
-    chosen_on = (test if fold.on_test else validation)[fold.choose[:size]]
-    la, chosen = ella.choose(
-        study, setting, link, chosen_on, PAPER_PRIOR, CIFAR_TRAIN_SIZE
-    )
-    val_nll = metrics.nll(ella.predict(la, chosen_on, link), chosen_on.targets)
-    return Outcome(ella.predict(la, test[fold.predict], link), val_nll, chosen)
-
-
-# --- the last layer, by laplace-torch -------------------------------------------------
-
-
 def run_last_layer(
     last: LastLayer, structure: str, search: str, link: str, fold: Fold
 ) -> Outcome:
     """The same for a Laplace posterior of the last layer."""
-    where = "test" if fold.on_test else "validation"
-    positions = fold.choose[: N_SEARCH["large"]]
-    x, y = last.embeddings[where][positions], last.targets[where][positions]
-    la, chosen = last.choose(structure, search, link, x, y)
-    val_nll = metrics.nll(last.predict(la, x, link), y)
-    probs = last.predict(la, last.embeddings["test"][fold.predict], link)
-    return Outcome(probs, val_nll, chosen)
-
-
-# --- the rest -------------------------------------------------------------------------
+    positions = fold.choose[: ella.N_SEARCH["small"]]
+    x, y = last.embeddings[fold.where][positions], last.targets[fold.where][positions]
+    chosen = last.choose(structure, search, link, x, y)
+    val_nll = metrics.nll(last.predict(structure, x, link, chosen), y)
+    test = last.embeddings["test"][fold.predict]
+    return Outcome(last.predict(structure, test, link, chosen), val_nll, chosen)
 
 
 def run_scaling(logits: dict[str, Any], targets: dict[str, Any], fold: Fold) -> Outcome:
     """Temperature scaling of the softmax (Guo et al. 2017)."""
-    where = "test" if fold.on_test else "validation"
-    f, y = logits[where][fold.choose], targets[where][fold.choose]
+    f, y = logits[fold.where][fold.choose], targets[fold.where][fold.choose]
     t = ella.scaling_temperature(f, y)
     val_nll = metrics.nll((f / t).softmax(-1), y)
     probs = (logits["test"][fold.predict] / t).softmax(-1)
     return Outcome(probs, val_nll, {"T": t})
 
 
-def try_all_layers(setup: Cifar) -> list[dict[str, Any]]:
-    """What laplace-torch's all-layer approximations say on a network with BatchNorm."""
-    rows = []
-    images = setup.train[: 2 if setup.args.smoke else 8]
-    for structure in ("kron", "diag", "full", "gp"):
-        name = {"gp": "laplace-torch's ELLA"}.get(structure, structure)
-        extra = {}
-        if structure == "gp":
-            extra = {
-                "functional_approximation": "nystrom",
-                "subsample_size": len(images) // 2,
-                "n_eigenvalues": max(1, len(images) // 4),
-            }
-        if structure == "full":
-            n = sum(p.numel() for p in setup.model.parameters())
-            note = f"not run: {n:,}² floats are {4 * n**2 / 2**30:.0f} GiB"
-            rows.append({"method": f"all layers, {name}", "outcome": note})
-            continue
-        try:
-            with runs.stopwatch() as times:
-                la = Laplace(setup.model, "classification", "all", structure, **extra)
-                la.fit(images.loader(4))
-            with runs.stopwatch() as prediction:
-                la(images.x[:2], pred_type="gp" if extra else "glm")
-            note = (
-                f"runs: fit {times['cpu'] / len(images):.2f} s an image, prediction "
-                f"{prediction['cpu'] / 2:.2f} s an image (CPU time)"
+# --- families of methods --------------------------------------------------------------
+
+
+def expected_rows(args: Any, methods: list[str]) -> list[str]:
+    """Keys of the rows of methods with links, for the time left."""
+    return [
+        f"{protocol} | {method} | {link}"
+        for method in methods
+        for link in args.links
+        for protocol in args.protocols
+    ]
+
+
+def simple_methods(evaluation: Evaluation, setup: Cifar) -> None:
+    embeddings = {
+        "validation": setup.embeddings("validation", setup.validation),
+        "test": setup.embeddings("test", setup.test),
+    }
+    with torch.no_grad():
+        logits = {w: setup.model.linear(e) for w, e in embeddings.items()}
+    evaluation.add(
+        "MAP", NO_LINK, lambda fold: Outcome(logits["test"][fold.predict].softmax(-1))
+    )
+    evaluation.add(
+        "temperature scaling",
+        NO_LINK,
+        lambda fold: run_scaling(logits, evaluation.targets, fold),
+    )
+
+
+def last_layer_name(structure: str, search: str) -> str:
+    return f"last layer, {structure}, {LAST_LAYER[search]}"
+
+
+def last_layer_methods(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
+    train = setup.train[: args.n_fit] if args.smoke else setup.train
+    embeddings = {
+        "validation": setup.embeddings("validation", setup.validation),
+        "test": setup.embeddings("test", setup.test),
+        "train": setup.embeddings("train", train),
+    }
+    targets = {**evaluation.targets, "train": train.y}
+    last = LastLayer(setup.model.linear, embeddings, targets, args.smoke)
+    pairs = [(s, how) for how in LAST_LAYER for s in STRUCTURES]
+    names = [last_layer_name(*pair) for pair in pairs]
+    evaluation.results.expect(expected_rows(args, names))
+    for structure, search in pairs:
+        for link in args.links:
+            evaluation.add(
+                last_layer_name(structure, search),
+                link,
+                lambda fold, s=structure, how=search, li=link: run_last_layer(
+                    last, s, how, li, fold
+                ),
             )
-        except Exception as error:  # whatever it raises is the result
-            text = str(error).strip().splitlines() or [""]
-            note = f"fails: {type(error).__name__}: {text[0][:200]}"
-        rows.append({"method": f"all layers, {name}", "outcome": note})
+
+
+def ella_methods(
+    args: Any, evaluation: Evaluation, setup: Cifar, ranks: list[int]
+) -> None:
+    settings = ella_settings(ranks, args.smoke)
+    keys = expected_rows(args, [str(s) for s in settings])
+    if all(key in evaluation.results.rows for key in keys):
+        return
+    features = {w: setup.features(w) for w in ("validation", "test")}
+    study = ella.Study(setup.la, setup.features("fit"))
+    evaluation.results.expect(keys)
+    for setting in settings:
+        for link in args.links:
+            evaluation.add(
+                str(setting),
+                link,
+                lambda fold, s=setting, li=link: ella.on_fold(
+                    study, s, li, fold, features, PAPER_PRIOR, CIFAR_TRAIN_SIZE
+                ),
+            )
+
+
+# --- seeds ----------------------------------------------------------------------------
+
+
+def make_evaluation(args: Any, setup: Cifar, name: str) -> Evaluation:
+    sizes = ("rank", "n_fit", "n_validation", "n_test", "subsample_size", "seed")
+    settings = {k: getattr(setup, k) for k in ("network", *sizes)}
+    settings["strength"] = setup.strength
+    results = runs.Results(args.out / f"{name}.json", settings)
+    word = f"predictions_{setup.n_fit}_{setup.n_validation}_{setup.n_test}"
+    targets = {"validation": setup.validation.y, "test": setup.test.y}
+    return Evaluation(results, setup.folder / word, targets, args.protocols)
+
+
+def first_setup(args: Any) -> Cifar:
+    return Cifar(
+        args,
+        args.network,
+        args.rank,
+        args.n_fit,
+        args.n_validation,
+        args.n_test,
+        args.seeds[0],
+        args.subsample_size,
+    )
+
+
+def seed_setup(args: Any, seed: int) -> Cifar:
+    """The set-up of a seed in the table of seeds."""
+    # The first seed's basis is there already, with its own rank.
+    rank = args.rank if seed == args.seeds[0] else args.seed_rank
+    return Cifar(
+        args,
+        args.network,
+        rank,
+        args.seed_n_fit,
+        args.seed_n_validation,
+        args.seed_n_test,
+        seed,
+        args.subsample_size,
+    )
+
+
+def seed_rows(
+    args: Any, first: Evaluation, seed: int
+) -> tuple[Evaluation, list[dict[str, Any]]]:
+    """ELLA's settings with the basis and the fitted images of one seed."""
+    same = ("n_fit", "n_validation", "n_test")
+    if seed == args.seeds[0] and all(
+        getattr(args, k) == getattr(args, f"seed_{k}") for k in same
+    ):
+        evaluation = first
+    else:
+        setup = seed_setup(args, seed)
+        name = f"{args.network}_seed{seed}"
+        evaluation = make_evaluation(args, setup, name)
+        ella_methods(args, evaluation, setup, args.seed_ranks)
+    settings = {str(s) for s in ella_settings(args.seed_ranks, args.smoke)}
+    among = {(s, link) for s in settings for link in args.links}
+    rows = [
+        r
+        for r in evaluation.results.rows.values()
+        if (r.get("method"), r.get("link")) in among
+    ]
+    return evaluation, rows
+
+
+def seeds_table(args: Any, first: Evaluation) -> list[dict[str, Any]]:
+    """Mean and standard deviation over seeds, for settings that all of them have."""
+    found = [seed_rows(args, first, seed) for seed in args.seeds]
+    pairs = [{(r["method"], r["link"]) for r in rows} for _, rows in found]
+    common = set.intersection(*pairs)
+    # The choice of a seed is among the settings that every seed has.
+    tables = [rows + e.best("ELLA", common) for e, rows in found]
+    first.best("ELLA")  # its file is of all settings again
+    return spread(tables)
+
+
+# --- posteriors over all layers, on a subset ------------------------------------------
+
+
+def subset_table(
+    args: Any, main_evaluation: Evaluation, setup: Cifar
+) -> list[dict[str, Any]]:
+    """laplace-torch's all-layer posteriors, and the others on the same images."""
+    sizes = subset_sizes(args)
+    validation = setup.validation[: args.n_subset_validation]
+    test = setup.test[: args.n_subset]
+    slow = AllLayers(
+        setup.model,
+        setup.train,
+        setup.folder.parent / f"all_layers_{sizes.n_fit}_{sizes.subsample_size}",
+        sizes,
+        CIFAR_TRAIN_SIZE,
+        PAPER_PRIOR,
+    )
+    print(f"laplace-torch's posteriors over all layers: {sizes}", flush=True)
+    settings = {"sizes": vars(sizes), "n": len(test), "n_validation": len(validation)}
+    results = runs.Results(args.out / f"{args.network}_subset.json", settings)
+    targets = {"validation": validation.y, "test": test.y}
+    folder = slow.folder / f"predictions_{len(test)}"
+    evaluation = Evaluation(results, folder, targets, args.protocols)
+    names = {
+        ("diag", "fixed"): "all layers, diag, prior by evidence",
+        ("diag", "tuned"): "all layers, diag, tempered, prior chosen",
+        ("ella", "fixed"): "laplace-torch's ELLA, all data",
+        ("ella", "tuned"): "laplace-torch's ELLA, tempered, prior chosen",
+    }
+    keys = expected_rows(args, list(names.values()))
+    if not all(key in results.rows for key in keys):
+        data = {
+            "validation": slow.covariances("validation", validation),
+            "test": slow.covariances("test", test),
+        }
+        results.expect(keys)
+        for (name, how), label in names.items():
+            for link in args.links:
+
+                def run(
+                    fold: Fold, name: str = name, how: str = how, link: str = link
+                ) -> Outcome:
+                    if how == "fixed":
+                        return slow.fixed(name, link, fold, data)
+                    return slow.tuned(name, link, fold, data, targets)
+
+                evaluation.add(label, link, run)
+    return reference_rows(main_evaluation, test.y) + list(results.rows.values())
+
+
+def subset_sizes(args: Any) -> Sizes:
+    if args.smoke:
+        return Sizes(n_fit=4, subsample_size=2, n_eigenvalues=1, n_steps=3)
+    return Sizes()
+
+
+def reference_rows(
+    evaluation: Evaluation, targets: torch.Tensor
+) -> list[dict[str, Any]]:
+    """Rows of the whole table, scored on its first images."""
+    best = [r for f in ("ELLA", "last layer") for r in evaluation.best(f)]
+    wanted = [
+        r
+        for r in [*evaluation.results.rows.values(), *best]
+        if "nll" in r and (r["link"] in (NO_LINK, "chosen") or is_main(r["method"]))
+    ]
+    rows = []
+    for row in wanted:
+        probs = evaluation.probs(row["method"], row["link"], row["protocol"])
+        scores = metrics.classification_metrics(probs[: len(targets)], targets)
+        rows.append({**row, **scores})
     return rows
+
+
+def is_main(method: str) -> bool:
+    """Whether a method of the whole table is shown beside the slow ones."""
+    if method.startswith("last layer"):
+        return method.startswith(("last layer, full", "last layer, diag"))
+    return "early stopping" in method or "tempered, prior chosen" in method
+
+
+def subset_note(n_validation: int, n_test: int, sizes: Sizes) -> str:
+    return (
+        f"The first {n_test:,} test images. laplace-torch's posteriors over all layers "
+        f"are fitted on {sizes.n_fit} images, their curvature scaled to "
+        f"{CIFAR_TRAIN_SIZE:,}; its ELLA has M = {sizes.subsample_size} and K = "
+        f"{sizes.n_eigenvalues}. Their settings are chosen on {n_validation} moved "
+        "training images, or on halves of this subset; those of the other rows are "
+        "chosen as in the table of all images.\n\n"
+    )
+
+
+# --- numbers beside the table ---------------------------------------------------------
+
+
+def paired(
+    evaluation: Evaluation, protocol: str, rank: int, link: str
+) -> list[dict[str, Any]]:
+    """Differences between the main methods on the same images."""
+    names = [
+        ("best ELLA on validation", "chosen"),
+        (str(Setting(rank, "stop")), link),
+        ("best last layer on validation", "chosen"),
+        ("temperature scaling", NO_LINK),
+        ("MAP", NO_LINK),
+    ]
+    probs = {}
+    for method, its_link in names:
+        stored = evaluation.probs(method, its_link, protocol)
+        if stored is not None:
+            label = method if its_link in (NO_LINK, "chosen") else f"{method}, {link}"
+            probs[label] = stored
+    return facts.paired_differences(probs, evaluation.targets["test"])
+
+
+def write_facts(path: Path, args: Any, evaluation: Evaluation, setup: Cifar) -> None:
+    images = evaluation.results.compute(
+        "images", lambda: {"rows": facts.image_facts(setup)}
+    )
+    text = "**What the network makes of the images**\n\n"
+    text += runs.markdown(images["rows"], facts.IMAGE_COLUMNS, {"T": ".3f"})
+    for protocol in args.protocols:
+        rows = paired(evaluation, protocol, args.ranks[0], args.links[0])
+        digits = {"ratio": "+.1f", "relative": "+.1f", "difference": "+.4f"}
+        text += f"\n**Paired differences: {TITLES[protocol].lower()}**\n\n"
+        text += runs.markdown(rows, facts.PAIR_COLUMNS, digits)
+    path.write_text(text)
 
 
 # --- the script -----------------------------------------------------------------------
@@ -199,264 +413,140 @@ def parse(argv: list[str] | None) -> Any:
     parser.add_argument("--n-validation", type=int, default=2000)
     parser.add_argument("--n-test", type=int, default=10_000)
     parser.add_argument("--subsample-size", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
     parser.add_argument(
         "--protocols", nargs="+", default=list(PROTOCOLS), choices=PROTOCOLS
     )
     parser.add_argument(
-        "--only-ella", action="store_true", help="for further seeds of the basis"
+        "--seeds", type=int, nargs="+", default=[0], help="of basis and fitted images"
     )
+    parser.add_argument(
+        "--seed-ranks", type=int, nargs="+", help="of the table of seeds: --ranks"
+    )
+    for name in ("rank", "n-fit", "n-validation", "n-test"):
+        parser.add_argument(f"--seed-{name}", type=int, help=f"--{name} of seeds")
+    parser.add_argument(
+        "--n-subset", type=int, default=1000, help="for all-layer methods, 0: none"
+    )
+    parser.add_argument("--n-subset-validation", type=int, default=200)
     args = runs.start(parser, argv)
     if args.smoke:
         args.rank, args.ranks, args.subsample_size = 6, [4, 6], 16
         args.n_fit, args.n_validation, args.n_test = 34, 20, 20
         args.links = ["mc"]
+        args.n_subset, args.n_subset_validation = min(args.n_subset, 4), 4
+        args.seed_ranks, args.seed_rank = [4], 4
+    args.seed_ranks = args.seed_ranks or args.ranks
+    args.seed_rank = args.seed_rank or max(args.seed_ranks)
+    for name in ("n_fit", "n_validation", "n_test"):
+        if getattr(args, f"seed_{name}") is None:
+            setattr(args, f"seed_{name}", getattr(args, name))
+    for option, ranks, limit in (
+        ("--ranks", args.ranks, args.rank),
+        ("--seed-ranks", args.seed_ranks, args.seed_rank),
+    ):
+        if max(ranks) > limit:
+            parser.error(f"{option} go up to {max(ranks)}, the basis only to {limit}")
     return args
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     args = parse(argv)
-    setup = Cifar(
-        args,
-        args.network,
-        args.rank,
-        args.n_fit,
-        args.n_validation,
-        args.n_test,
-        args.seed,
-        args.subsample_size,
-    )
-    suffix = f"_seed{args.seed}" if args.only_ella else ""
-    name = f"{args.network}{suffix}"
-    keep = ("network", "rank", "n_fit", "n_validation", "n_test", "subsample_size")
-    settings = {k: getattr(args, k) for k in (*keep, "seed")}
-    settings["strength"] = setup.strength
-    results = runs.Results(args.out / f"{name}.json", settings)
-    probs_dir = setup.folder / f"predictions_{args.n_test}"
-    probs_dir.mkdir(parents=True, exist_ok=True)
-    evaluate = Evaluation(args, setup, results, probs_dir)
-    evaluate.simple_methods()
-    if not args.only_ella:
-        evaluate.last_layer_methods("evidence")
-    evaluate.ella_methods()
-    if not args.only_ella:
-        evaluate.last_layer_methods("both")
-    rows = list(results.rows.values())
-    rows += evaluate.best("ELLA") + evaluate.best("last layer")
-    if not args.only_ella:
-        failures = results.compute(
-            "all layers", lambda: {"rows": try_all_layers(setup)}
-        )
-        rows = [r for r in rows if "rows" not in r]
-        (args.out / f"{name}_all_layers.md").write_text(
-            runs.markdown(
-                failures["rows"], {"method": "method", "outcome": "outcome"}, {}
-            )
-        )
+    name = args.network
+    setup = first_setup(args)
+    evaluation = make_evaluation(args, setup, name)
+    simple_methods(evaluation, setup)
+    last_layer_methods(args, evaluation, setup)
+    ella_methods(args, evaluation, setup, args.ranks)
+    rows = [r for r in evaluation.results.rows.values() if "rows" not in r]
+    rows += evaluation.best("ELLA") + evaluation.best("last layer")
     runs.write_csv(args.out / f"{name}.csv", rows)
-    write_tables(args.out / f"{name}.md", rows)
-    if not args.only_ella:
-        plot_reliability(args.out / f"{name}_reliability.png", evaluate, args.ranks)
+    write_tables(args.out / f"{name}.md", rows, COLUMNS)
+    write_facts(args.out / f"{name}_facts.md", args, evaluation, setup)
+    plot_reliability(args.out / f"{name}_reliability.png", evaluation, args)
     runs.write_environment(args.out / f"{name}_environment.json", args)
-    print((args.out / f"{name}.md").read_text())
+    print((args.out / f"{name}.md").read_text(), flush=True)
+    write_attempts(args, evaluation, setup)
+    if args.n_subset:
+        write_subset(args, evaluation, setup)
+    if len(args.seeds) > 1:
+        table = seeds_table(args, evaluation)
+        runs.write_csv(args.out / f"{name}_seeds.csv", table)
+        words = [with_errors(row) for row in table]
+        note = (
+            f"Mean ± standard deviation over seeds {', '.join(map(str, args.seeds))}; "
+            f"{args.seed_n_test:,} test images, {args.seed_n_fit:,} fitted.\n\n"
+        )
+        write_tables(args.out / f"{name}_seeds.md", words, SPREAD_COLUMNS, note)
     return rows
 
 
-class Evaluation:
-    """Rows of the table, one method, link and protocol at a time."""
-
-    def __init__(
-        self, args: Any, setup: Cifar, results: runs.Results, probs_dir: Path
-    ) -> None:
-        self.args, self.setup = args, setup
-        self.results, self.probs_dir = results, probs_dir
-        self.targets = {
-            "train": setup.train.y,
-            "validation": setup.validation.y,
-            "test": setup.test.y,
-        }
-        self.embeddings = {
-            "validation": setup.embeddings("validation", setup.validation),
-            "test": setup.embeddings("test", setup.test),
-        }
-
-    def add(
-        self, method: str, link: str, protocol: str, run: Callable[[Fold], Outcome]
-    ) -> None:
-        """One row, unless it is there already."""
-
-        def row() -> dict[str, Any]:
-            splits = folds(protocol, len(self.targets["validation"]), self.args.n_test)
-            outcomes = [run(fold) for fold in splits]
-            probs = torch.empty(self.args.n_test, outcomes[0].probs.shape[-1])
-            for fold, outcome in zip(splits, outcomes, strict=True):
-                probs[fold.predict] = outcome.probs.float()
-            torch.save(probs, self.path(method, link, protocol))
-            scores = [o.val_nll for o in outcomes]
-            return {
-                "protocol": protocol,
-                "method": method,
-                "link": link,
-                **metrics.classification_metrics(probs, self.targets["test"]),
-                "val_nll": None if None in scores else float(np.mean(scores)),
-                "fold_val_nll": scores,
-                "chosen": "; ".join(
-                    ella.describe(o.chosen) for o in outcomes if o.chosen
-                ),
-            }
-
-        self.results.compute(f"{protocol} | {method} | {link}", row)
-
-    def path(self, method: str, link: str, protocol: str) -> Path:
-        name = "".join(c if c.isalnum() else "_" for c in f"{protocol} {method} {link}")
-        return self.probs_dir / f"{name}.pt"
-
-    def simple_methods(self) -> None:
-        setup = self.setup
-        with torch.no_grad():
-            logits = {w: setup.model.linear(e) for w, e in self.embeddings.items()}
-        for protocol in self.args.protocols:
-            self.add(
-                "MAP",
-                "–",
-                protocol,
-                lambda fold: Outcome(logits["test"][fold.predict].softmax(-1)),
-            )
-            self.add(
-                "temperature scaling",
-                "–",
-                protocol,
-                lambda fold: run_scaling(logits, self.targets, fold),
-            )
-
-    def last_layer_methods(self, search: str) -> None:
-        setup, smoke = self.setup, self.args.smoke
-        train = setup.train[: self.args.n_fit] if smoke else setup.train
-        embeddings = {**self.embeddings, "train": setup.embeddings("train", train)}
-        targets = {**self.targets, "train": train.y}
-        last = LastLayer(setup.model.linear, embeddings, targets, smoke)
-        how = {"evidence": "prior by evidence", "both": "tempered, prior chosen"}
-        structures = {"evidence": ["full", "kron", "diag"], "both": ["full"]}
-        for structure in structures[search]:
-            for link in self.args.links:
-                for protocol in self.args.protocols:
-                    self.add(
-                        f"last layer, {structure}, {how[search]}",
-                        link,
-                        protocol,
-                        lambda fold, s=structure, li=link: run_last_layer(
-                            last, s, search, li, fold
-                        ),
-                    )
-
-    def ella_methods(self) -> None:
-        setup = self.setup
-        fit, test = setup.features("fit"), setup.features("test")
-        validation = setup.features("validation")
-        study = ella.Study(setup.la, fit)
-        for setting in ella_settings(self.args.ranks):
-            for link in self.args.links:
-                for protocol in self.args.protocols:
-                    self.add(
-                        str(setting),
-                        link,
-                        protocol,
-                        lambda fold, s=setting, li=link: run_ella(
-                            study, s, li, fold, validation, test
-                        ),
-                    )
-
-    def best(self, family: str) -> list[dict[str, Any]]:
-        """The setting of a family with the lowest validation NLL, fold by fold."""
-        rows = []
-        for protocol in self.args.protocols:
-            candidates = [
-                r
-                for r in self.results.rows.values()
-                if r.get("protocol") == protocol and r["method"].startswith(family)
-            ]
-            if not candidates:
-                continue
-            splits = folds(protocol, len(self.targets["validation"]), self.args.n_test)
-            probs = torch.empty(self.args.n_test, 10)
-            names, scores = [], []
-            for i, fold in enumerate(splits):
-                best = min(candidates, key=lambda r: r["fold_val_nll"][i])
-                path = self.path(best["method"], best["link"], protocol)
-                stored = torch.load(path, weights_only=True)
-                probs[fold.predict] = stored[fold.predict]
-                names.append(f"{best['method']}, {best['link']}")
-                scores.append(best["fold_val_nll"][i])
-            rows.append(
-                {
-                    "protocol": protocol,
-                    "method": f"best {family} on validation",
-                    "link": "chosen",
-                    **metrics.classification_metrics(probs, self.targets["test"]),
-                    "val_nll": float(np.mean(scores)),
-                    "chosen": "; ".join(dict.fromkeys(names)),
-                }
-            )
-        return rows
+def write_attempts(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
+    images = setup.train[: 2 if args.smoke else 8]
+    found = evaluation.results.compute(
+        "all layers", lambda: {"rows": attempts(setup.model, images)}
+    )
+    columns = {"method": "method", "outcome": "outcome"}
+    text = runs.markdown(found["rows"], columns, {})
+    (args.out / f"{args.network}_all_layers.md").write_text(text)
 
 
-def write_tables(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_subset(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
+    rows = subset_table(args, evaluation, setup)
+    path = args.out / f"{args.network}_subset.md"
+    note = subset_note(args.n_subset_validation, args.n_subset, subset_sizes(args))
+    write_tables(path, rows, COLUMNS, note)
+    runs.write_csv(path.with_suffix(".csv"), rows)
+
+
+def write_tables(
+    path: Path, rows: list[dict[str, Any]], columns: dict[str, str], note: str = ""
+) -> None:
     """One table a protocol."""
-    titles = {
-        "train": "Settings chosen on training images made as hard as new ones",
-        "halves": "Settings chosen on one half of the test file, for the other half",
-    }
-    text = ""
-    for protocol, title in titles.items():
+    text = note
+    for protocol, title in TITLES.items():
         mine = [r for r in rows if r.get("protocol") == protocol]
         if mine:
-            text += f"**{title}**\n\n" + runs.markdown(mine, COLUMNS, {}) + "\n"
+            text += f"**{title}**\n\n" + runs.markdown(mine, columns, {}) + "\n"
     path.write_text(text)
 
 
-def plot_reliability(path: Path, evaluation: Evaluation, ranks: list[int]) -> None:
+def plot_reliability(path: Path, evaluation: Evaluation, args: Any) -> None:
     """Accuracy less confidence against confidence."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = figures.pyplot()
     wanted = [
-        ("MAP", "–"),
-        ("temperature scaling", "–"),
-        ("last layer, full, prior by evidence", "probit"),
-        (str(Setting(ranks[0], "stop")), "mc"),
-        (str(Setting(ranks[0], "both", "prior")), "mc"),
+        ("MAP", NO_LINK),
+        ("temperature scaling", NO_LINK),
+        (last_layer_name("full", "evidence"), "probit"),
+        ("best last layer on validation", "chosen"),
+        (str(Setting(args.ranks[0], "stop")), "mc"),
+        ("best ELLA on validation", "chosen"),
     ]
     titles = {
         "train": "settings chosen on training images",
         "halves": "settings chosen on new images",
     }
-    protocols = evaluation.args.protocols
+    protocols = evaluation.protocols
     figure, axes = plt.subplots(
-        1, len(protocols), figsize=(5 * len(protocols), 3.8), squeeze=False, sharey=True
+        1, len(protocols), figsize=(5 * len(protocols), 4.4), squeeze=False, sharey=True
     )
     for axis, protocol in zip(axes[0], protocols, strict=True):
         axis.axhline(0, color="black", linewidth=0.8)
-        for method, link in wanted:
-            file = evaluation.path(method, link, protocol)
-            if file.exists():
-                probs = torch.load(file, weights_only=True)
-                curve = metrics.reliability_curve(probs, evaluation.targets["test"], 10)
-                # Bins of a few images show only noise.
-                shown = np.array(curve.count) >= min(20, len(probs) // 20)
-                confidence = np.array(curve.confidence)[shown]
-                gap = np.array(curve.accuracy)[shown] - confidence
-                label = method if link == "–" else f"{method} ({link})"
-                axis.plot(confidence, gap, "o-", markersize=3, label=label)
+        for i, (method, link) in enumerate(wanted):
+            probs = evaluation.probs(method, link, protocol)
+            if probs is None:
+                continue
+            curve = metrics.reliability_curve(probs, evaluation.targets["test"], 10)
+            # Bins of a few images show only noise.
+            shown = np.array(curve.count) >= min(20, len(probs) // 20)
+            confidence = np.array(curve.confidence)[shown]
+            gap = np.array(curve.accuracy)[shown] - confidence
+            label = method if link in (NO_LINK, "chosen") else f"{method} ({link})"
+            axis.plot(confidence, gap, "o-", color=f"C{i}", markersize=3, label=label)
         axis.set_xlabel("confidence")
         axis.set_title(titles[protocol])
     axes[0, 0].set_ylabel("accuracy − confidence")
-    axes[0, 0].legend(frameon=False, fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figures.save(figure, path, columns=2)
 
 
 if __name__ == "__main__":

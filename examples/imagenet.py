@@ -4,39 +4,211 @@
     python examples/imagenet.py --model resnet50 --data-root /data/imagenet
     python examples/imagenet.py --model vit_base_patch16_224 --data-root /data/imagenet
 
---data-root holds `imagenet_sample/NNNN_wnid.jpg` or ImageNet's `val/<wnid>/*.JPEG`. The
-images are split: the first half fits and validates, the second half tests. The sample
-has one image a class, which says little about accuracy: one image more is 0.2 %.
+--data-root holds `imagenet_sample/NNNN_wnid.jpg` or ImageNet's `val/<wnid>/*.JPEG`.
+Half of the images is fitted, half tested; settings are chosen on one half of the test
+images for the other, and the other way round. The sample has one image a
+class, which says little about accuracy: with 500 test images one more is 0.2 %.
 
 Features are computed in forward mode, K tangents whatever the number of classes; the
-complement would need 1,000 backward passes an image and is not used here.
+complement would need 1,000 backward passes an image and is not used. Of the last layer
+ELLA is shown: laplace-torch's structures form the Jacobian of 1,000 classes by 1.3
+million weights for every image (5 GiB), its full posterior a matrix of 6 TiB.
+
+Interrupt and start again at will: basis, features and rows are kept.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import ella, models, runs
 from common.data import Images, imagenet_sample, read_images
 from common.ella import Setting
+from common.evaluation import Evaluation
+from common.protocols import Fold, Outcome
+from torch import nn
 
-from laplace_ella import metrics, prior_precision_from_weight_decay
+from laplace_ella import FeatureCache, metrics, prior_precision_from_weight_decay
 
 WEIGHT_DECAY = {"efficientnet_lite0": 1e-5}  # as published; torchvision's is 1e-4
 TRAIN_SIZE = 1_281_167
+LINKS = ("mc", "probit")
+SEARCHES = ("none", "stop", "temperature", "both")
+SHARD = 20
 
 COLUMNS = {
     "method": "method",
+    "link": "link",
     "accuracy": "accuracy",
     "nll": "NLL",
     "ece": "ECE",
     "brier": "Brier",
+    "val_nll": "validation NLL",
     "chosen": "chosen",
 }
+
+
+def load_images(args: Any) -> dict[str, Images]:
+    """Images to fit and to test, in a fixed random order."""
+    paths, classes = imagenet_sample(args.data_root)
+    order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0))
+    half = len(order) // 2
+    pools = {"fit": order[:half][: args.n_fit], "test": order[half:][: args.n_test]}
+    return {
+        which: Images(read_images([paths[i] for i in rows]), classes[rows])
+        for which, rows in pools.items()
+    }
+
+
+class Times:
+    """CPU seconds of the stages, kept with the features that they made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.seconds = json.loads(path.read_text()) if path.exists() else {}
+
+    def measure(self, stage: str, call: Any) -> Any:
+        """What `call` returns.
+
+        The longest run of a stage counts: later ones only read its files.
+        """
+        with runs.stopwatch() as watch:
+            result = call()
+        self.seconds[stage] = max(watch["cpu"], self.seconds.get(stage, 0.0))
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        self.seconds["peak GiB"] = max(memory, self.seconds.get("peak GiB", 0.0))
+        self.path.write_text(json.dumps(self.seconds, indent=1) + "\n")
+        return result
+
+
+def all_layers(
+    args: Any, model: nn.Module, images: dict[str, Images], folder: Path, times: Times
+) -> tuple[Any, dict[str, FeatureCache]]:
+    """ELLA of the whole network, and features."""
+    sample = images["test"].x[:8]
+    ella.forward(model, sample[:2])  # the first call sets things up
+    times.measure("forward pass of 8 images", lambda: ella.forward(model, sample))
+    one = times.seconds["forward pass of 8 images"] / len(sample)
+    n_images = sum(len(part) for part in images.values())
+    minutes = one * n_images * (2 * args.rank + 1) / 60
+    print(
+        f"forward pass {1000 * one:.0f} ms an image; features of {n_images} images "
+        f"take about {minutes:.0f} min ({2 * args.rank + 1} forward passes each)",
+        flush=True,
+    )
+    prior = prior_precision_from_weight_decay(
+        WEIGHT_DECAY.get(args.model, 1e-4), TRAIN_SIZE
+    )
+    la = times.measure(
+        "basis",
+        lambda: ella.fit_basis(
+            model,
+            images["fit"],
+            folder / "ella.pt",
+            n_eigenvalues=args.rank,
+            subsample_size=args.subsample_size,
+            seed=args.seed,
+            prior_precision=prior,
+            batch_size=2 if args.smoke else 10,
+        ),
+    )
+    features = {
+        which: times.measure(
+            f"features of {len(part)} images to {which}",
+            lambda which=which, part=part: ella.cached_features(
+                la, part, folder / which, kernel=False, batch_size=10, shard=SHARD
+            ),
+        )
+        for which, part in images.items()
+    }
+    return la, features
+
+
+def last_layer(
+    args: Any, model: nn.Module, images: dict[str, Images], folder: Path, times: Times
+) -> tuple[Any, dict[str, FeatureCache]]:
+    """ELLA of the last layer: a linear network on the embeddings."""
+    head = models.last_layer(model)
+    embedded = {
+        which: Images(embed(model, head, part.x), part.y)
+        for which, part in images.items()
+    }
+    prior = prior_precision_from_weight_decay(
+        WEIGHT_DECAY.get(args.model, 1e-4), TRAIN_SIZE
+    )
+    la = times.measure(
+        "basis of the last layer",
+        lambda: ella.fit_basis(
+            head,
+            embedded["fit"],
+            folder / "last_layer.pt",
+            n_eigenvalues=args.rank,
+            subsample_size=args.subsample_size,
+            seed=args.seed,
+            prior_precision=prior,
+        ),
+    )
+    features = {
+        which: ella.cached_features(
+            la, part, folder / f"last_layer_{which}", kernel=False, shard=100
+        )
+        for which, part in embedded.items()
+    }
+    return la, features
+
+
+def embed(model: nn.Module, head: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """What the last layer sees of images."""
+    seen = []
+    handle = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        ella.forward(model, x, batch=20)
+    finally:
+        handle.remove()
+    return torch.cat(seen)
+
+
+def simple_methods(evaluation: Evaluation, test: FeatureCache) -> None:
+    def scaling(fold: Fold) -> Outcome:
+        f, y = test.f_mu[fold.choose], test.targets[fold.choose]
+        t = ella.scaling_temperature(f, y)
+        probs = (test.f_mu[fold.predict] / t).softmax(-1)
+        return Outcome(probs, metrics.nll((f / t).softmax(-1), y), {"T": t})
+
+    evaluation.add(
+        "MAP", "–", lambda fold: Outcome(test.f_mu[fold.predict].softmax(-1))
+    )
+    evaluation.add("temperature scaling", "–", scaling)
+
+
+def ella_methods(
+    args: Any,
+    evaluation: Evaluation,
+    la: Any,
+    features: dict[str, FeatureCache],
+    prefix: str = "",
+) -> None:
+    study = ella.Study(la, features["fit"])
+    prior = float(la.prior_precision)
+    settings = [Setting(args.rank, s) for s in (("stop",) if args.smoke else SEARCHES)]
+    evaluation.results.expect(
+        f"halves | {prefix}{s} | {link}" for s in settings for link in LINKS
+    )
+    for setting in settings:
+        for link in LINKS:
+            evaluation.add(
+                f"{prefix}{setting}",
+                link,
+                lambda fold, s=setting, li=link: ella.on_fold(
+                    study, s, li, fold, features, prior, TRAIN_SIZE
+                ),
+            )
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -45,100 +217,46 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--weights", help="path or URL; default: the library's")
     parser.add_argument("--subsample-size", type=int, default=200)
     parser.add_argument("--rank", type=int, default=20)
-    parser.add_argument("--n-fit", type=int, default=250)
-    parser.add_argument("--n-validation", type=int, default=250)
+    parser.add_argument("--n-fit", type=int, default=500)
     parser.add_argument("--n-test", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     args = runs.start(parser, argv)
     if args.smoke:
         args.subsample_size, args.rank = 3, 2
-        args.n_fit, args.n_validation, args.n_test = 4, 2, 2
+        args.n_fit, args.n_test = 4, 4
     model = models.imagenet_model(args.model, args.weights)
-    paths, classes = imagenet_sample(args.data_root)
-    order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0))
-    half = len(order) // 2
-    pools = {
-        "fit": order[: half - args.n_validation][: args.n_fit],
-        "validation": order[half - args.n_validation : half],
-        "test": order[half:][: args.n_test],
-    }
-    images = {
-        which: Images(read_images([paths[i] for i in rows]), classes[rows])
-        for which, rows in pools.items()
-    }
+    images = load_images(args)
     name = f"{args.model}_M{args.subsample_size}_K{args.rank}_seed{args.seed}"
     folder = args.cache_dir / "imagenet" / name
-    decay = WEIGHT_DECAY.get(args.model, 1e-4)
-    prior = prior_precision_from_weight_decay(decay, TRAIN_SIZE)
-    times: dict[str, float] = {}
-    with runs.stopwatch() as watch:
-        la = ella.fit_basis(
-            model,
-            images["fit"],
-            folder / "ella.pt",
-            n_eigenvalues=args.rank,
-            subsample_size=args.subsample_size,
-            seed=args.seed,
-            prior_precision=prior,
-            batch_size=2 if args.smoke else 12,
-        )
-    times["basis"] = watch["cpu"]
-    features = {}
-    for which, part in images.items():
-        with runs.stopwatch() as watch:
-            features[which] = ella.cached_features(
-                la, part, folder / which, kernel=False, batch_size=12, shard=25
-            )
-        times[which] = watch["cpu"] / len(part)
-    with runs.stopwatch() as watch:
-        ella.forward(model, images["test"].x[:10], batch=10)
-    times["forward"] = watch["cpu"] / len(images["test"].x[:10])
-    rows = evaluate(args, la, features, prior)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    times = Times(folder / "times.json")
+    keep = ("model", "subsample_size", "rank", "n_fit", "n_test", "seed")
+    settings = {k: getattr(args, k) for k in keep}
+    results = runs.Results(args.out / f"{args.model}.json", settings)
+    la, features = all_layers(args, model, images, folder, times)
+    targets = {"validation": images["test"].y[:0], "test": images["test"].y}
+    predictions = folder / f"predictions_{args.n_fit}_{args.n_test}"
+    evaluation = Evaluation(results, predictions, targets, ["halves"])
+    simple_methods(evaluation, features["test"])
+    ella_methods(args, evaluation, la, features)
+    la, features = last_layer(args, model, images, folder, times)
+    ella_methods(args, evaluation, la, features, "last layer, ")
+    rows = list(results.rows.values())
+    rows += evaluation.best("ELLA") + evaluation.best("last layer")
     runs.write_csv(args.out / f"{args.model}.csv", rows)
-    table = runs.markdown(rows, COLUMNS, {})
-    table += "\nCPU seconds: " + ", ".join(f"{k} {v:.3g}" for k, v in times.items())
-    table += " (basis in all, the rest an image; cached features cost nothing). "
-    table += f"Peak memory {memory:.1f} GiB. {len(features['fit'])} images fitted, "
-    table += (
-        f"{len(features['validation'])} to choose, {len(features['test'])} tested.\n"
-    )
+    table = runs.markdown(rows, COLUMNS, {}) + "\n" + cost(times, images)
     (args.out / f"{args.model}.md").write_text(table)
     runs.write_environment(args.out / f"{args.model}_environment.json", args)
     print(table)
     return rows
 
 
-def evaluate(
-    args: Any, la: Any, features: dict[str, Any], prior: float
-) -> list[dict[str, Any]]:
-    """One row a method and link."""
-    test, validation = features["test"], features["validation"]
-    score = partial(metrics.classification_metrics, targets=test.targets)
-    t = ella.scaling_temperature(validation.f_mu, validation.targets)
-    rows = [
-        {"method": "MAP", **score(test.f_mu.softmax(-1))},
-        {
-            "method": "temperature scaling",
-            **score((test.f_mu / t).softmax(-1)),
-            "chosen": f"T={t:.3g}",
-        },
-    ]
-    study = ella.Study(la, features["fit"])
-    for search in ("none", "stop", "temperature", "both"):
-        setting = Setting(args.rank, search)
-        for link in ("mc", "probit"):
-            la, chosen = ella.choose(
-                study, setting, link, validation, prior, TRAIN_SIZE
-            )
-            rows.append(
-                {
-                    "method": f"{setting}, {link}",
-                    **score(ella.predict(la, test, link)),
-                    "chosen": ella.describe(chosen),
-                }
-            )
-    return rows
+def cost(times: Times, images: dict[str, Images]) -> str:
+    """What it took, in a sentence."""
+    seconds = dict(times.seconds)
+    memory = seconds.pop("peak GiB")
+    stages = ", ".join(f"{stage} {value:.1f}" for stage, value in seconds.items())
+    sizes = " and ".join(f"{len(p)} images to {w}" for w, p in images.items())
+    return f"CPU seconds: {stages}. Peak memory {memory:.1f} GiB. {sizes}.\n"
 
 
 if __name__ == "__main__":

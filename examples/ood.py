@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ella, models, runs
+from common import ella, figures, models, runs
 from common.cifar import PAPER_PRIOR, Cifar
 from common.data import Images, as_cifar, mnist, moved, svhn
 from common.ella import Setting
@@ -158,11 +158,12 @@ def predictions(args: Any, pair: Pair) -> dict[str, tuple[dict[str, Any], str]]:
         args.smoke,
     )
     for link in ("probit", "mc"):
-        la, chosen = last.choose(
-            structure, "evidence", link, embeddings["validation"], y
-        )
+        chosen = last.choose(structure, "evidence", link, embeddings["validation"], y)
         out[f"last layer, {structure}, prior by evidence, {link}"] = (
-            {w: last.predict(la, embeddings[w], link) for w in ("test", "ood")},
+            {
+                w: last.predict(structure, embeddings[w], link, chosen)
+                for w in ("test", "ood")
+            },
             ella.describe(chosen),
         )
     study = ella.Study(pair.la, pair.features["fit"])
@@ -183,22 +184,15 @@ def predictions(args: Any, pair: Pair) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def plot(path: Path, pair: Pair, curves: dict[str, metrics.ConfidenceCurve]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(5.5, 4))
+    plt = figures.pyplot()
+    figure, axis = plt.subplots(figsize=(6.5, 5))
     for name, curve in curves.items():
         style = "-" if name.startswith("ELLA") else "--"
         axis.plot(curve.threshold, curve.error, style, label=name, linewidth=1.3)
     axis.set_xlabel("confidence threshold τ")
     axis.set_ylabel("error of predictions with confidence ≥ τ")
     axis.set_title(f"{pair.title} + {pair.ood_title}")
-    axis.legend(frameon=False, fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figures.save(figure, path, columns=2)
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:

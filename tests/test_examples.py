@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from laplace import Laplace
+from torch.utils.data import DataLoader, TensorDataset
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -45,17 +48,66 @@ def written(folder):
 
 
 def test_cifar10(run, tmp_path, capsys):
-    rows = run("cifar10")
-    assert {"resnet20.csv", "resnet20.md", "resnet20_reliability.png"} <= written(
-        tmp_path
-    )
+    options = ("--seeds", "0", "1")
+    rows = run("cifar10", *options)
+    names = {"", "_all_layers", "_facts", "_seeds", "_subset"}
+    assert {f"resnet20{name}.md" for name in names} <= written(tmp_path)
+    assert {"resnet20.csv", "resnet20_reliability.png"} <= written(tmp_path)
+    assert "±" in (tmp_path / "resnet20_seeds.md").read_text()
+    subset = (tmp_path / "resnet20_subset.md").read_text()
+    assert "laplace-torch's ELLA, tempered" in subset
     methods = {row["method"] for row in rows}
     assert {"MAP", "temperature scaling", "ELLA K=4, early stopping"} <= methods
     assert all(0 <= row["accuracy"] <= 1 and row["nll"] > 0 for row in rows)
     assert {row["protocol"] for row in rows} == {"train", "halves"}
     capsys.readouterr()
-    run("cifar10")  # again: nothing is left to compute
+    run("cifar10", *options)  # again: nothing is left to compute
     assert " | MAP | " not in capsys.readouterr().out.split("**")[0]
+
+
+@pytest.mark.usefixtures("run")
+def test_spread_and_paired_differences():
+    """Against numpy's own formulas, on numbers small enough to see."""
+    spread = importlib.import_module("common.spread")
+    facts = importlib.import_module("common.facts")
+    key = {"protocol": "train", "method": "a", "link": "mc"}
+    seeds = [
+        [{**key, "accuracy": 0.9, "nll": v, "ece": 0.01, "brier": 0.1}]
+        for v in (0.2, 0.3, 0.4)
+    ]
+    row = spread.spread(seeds)[0]
+    assert row["nll"] == pytest.approx(0.3)
+    assert row["nll_std"] == pytest.approx(0.1)
+    assert spread.with_errors(row)["nll"] == "0.3000 ± 0.1000"
+    first = torch.tensor([[0.5, 0.5], [0.25, 0.75], [0.9, 0.1]])
+    second = torch.tensor([[0.8, 0.2], [0.5, 0.5], [0.6, 0.4]])
+    targets = torch.tensor([0, 1, 0])
+    pair = facts.paired_differences({"a": first, "b": second}, targets)[0]
+    losses = np.log([0.8, 0.5, 0.6]) - np.log([0.5, 0.75, 0.9])
+    assert pair["difference"] == pytest.approx(losses.mean(), abs=1e-6)
+    assert pair["error"] == pytest.approx(losses.std(ddof=1) / 3**0.5, abs=1e-6)
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_covariances_for_any_temperature(structure):
+    """T·(H + γ)⁻¹ gives what laplace-torch predicts with prior γ/T and temperature."""
+    covariances = importlib.import_module("common.covariances")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 4, generator=generator)
+    y = torch.randint(0, 3, (30,), generator=generator)
+    head = torch.nn.Linear(4, 3)
+    la = Laplace(head, "classification", "all", structure)
+    la.fit(DataLoader(TensorDataset(x, y), batch_size=10))
+    gamma, temperature = 6.0, 4.0
+    la.prior_precision = gamma
+    Js, f_mu = la.backend.jacobians(x)
+    values = covariances.root(f_mu.detach(), la.functional_variance(Js).detach())
+    found = covariances.probabilities(values, temperature, "probit")
+    la.temperature = temperature
+    la.prior_precision = gamma / temperature
+    expected = la(x, link_approx="probit").detach()
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_ood_mnist(run, tmp_path):
@@ -66,9 +118,10 @@ def test_ood_mnist(run, tmp_path):
 
 def test_cifar10_ablations(run, tmp_path):
     rows = run("cifar10_ablations")
-    names = {"resnet20.csv", "resnet20.md", "resnet20_N_mc.png", "resnet20_time.png"}
-    assert names <= written(tmp_path)
-    assert {row["study"] for row in rows} == {"MAP", "N", "M", "time"}
+    tables = {f"resnet20{name}.md" for name in ("", "_M", "_stopping", "_time")}
+    pictures = {f"resnet20_{name}.png" for name in ("N_mc", "M", "stopping", "time")}
+    assert tables | pictures | {"resnet20.csv"} <= written(tmp_path)
+    assert {row["study"] for row in rows} == {"MAP", "N", "M", "stopping", "time"}
 
 
 def test_ood_cifar10(run, tmp_path):
@@ -79,8 +132,10 @@ def test_ood_cifar10(run, tmp_path):
 
 def test_corruptions(run, tmp_path):
     rows = run("corruptions")
-    assert {"resnet20.csv", "resnet20.md", "resnet20.png"} <= written(tmp_path)
+    names = {"resnet20.csv", "resnet20.md", "resnet20_train.png", "resnet20_halves.png"}
+    assert names <= written(tmp_path)
     assert len({row["corruption"] for row in rows}) == 2
+    assert {row["protocol"] for row in rows} == {"train", "halves"}
 
 
 @pytest.mark.usefixtures("run")
@@ -102,3 +157,4 @@ def test_imagenet(run, tmp_path):
     rows = run("imagenet")
     assert {"efficientnet_lite0.csv", "efficientnet_lite0.md"} <= written(tmp_path)
     assert rows[0]["method"] == "MAP"
+    assert rows[-1]["method"] == "best last layer on validation"

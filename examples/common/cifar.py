@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from common import ella, models
 from common.data import Images, cifar10, moved
@@ -64,6 +65,18 @@ class Cifar:
         """Images kept from fitting, as they are."""
         return self._train_file[-N_VALIDATION:][: self.n_validation]
 
+    @property
+    def fit_images(self) -> Images:
+        """The images whose curvature is summed: others for every seed.
+
+        Seed 0 takes the order of the file, which is random already.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        order = torch.randperm(len(self.train), generator=generator)
+        if self.seed == 0:
+            order = torch.arange(len(self.train))
+        return self.train[order[: self.n_fit]]
+
     @cached_property
     def test(self) -> Images:
         return cifar10(self.args.data_root, "test")[: self.n_test]
@@ -81,9 +94,11 @@ class Cifar:
 
         path = self.folder.parent / "strength.pt"
         if not path.exists():
-            strengths = STRENGTHS if not self.args.smoke else (1.0,)
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(min(strengths, key=miss), path)
+            best = (
+                1.0 if self.args.smoke else min(tqdm(STRENGTHS, "strength"), key=miss)
+            )
+            torch.save(best, path)
         return torch.load(path)
 
     @property
@@ -113,7 +128,7 @@ class Cifar:
     def features(self, which: str) -> FeatureCache:
         """Features of 'fit', 'validation', 'kept' or 'test'."""
         images = {
-            "fit": lambda: self.train[: self.n_fit],
+            "fit": lambda: self.fit_images,
             "validation": lambda: self.validation,
             "kept": lambda: self.kept,
             "test": lambda: self.test,

@@ -13,10 +13,14 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from common.data import Images
+from common.protocols import Fold, Outcome
 from laplace_ella import EarlyStopping, ELLALaplace, FeatureCache, metrics
 
 #: Images in one file of features: what an interruption can lose.
 SHARD = 500
+
+#: Images on which one search is made, for small and for large ranks.
+N_SEARCH = {"small": 2000, "large": 1000}
 
 
 def fit_basis(
@@ -73,6 +77,7 @@ def cached_features(
     kernel: bool = True,
     batch_size: int = 48,
     shard: int = SHARD,
+    quiet: bool = False,
 ) -> FeatureCache:
     """Features of images, in files of `shard` images; files that exist are read.
 
@@ -82,7 +87,8 @@ def cached_features(
     complement, la.complement = la.complement, "prior" if kernel else "drop"
     caches = []
     starts = range(0, len(images), shard)
-    for start in tqdm(starts, desc=f"features of {folder.name}", mininterval=5):
+    bar = tqdm(starts, f"features of {folder.name}", mininterval=5, disable=quiet)
+    for start in bar:
         part = images[start : start + shard]
         path = folder / f"{start:06d}_{len(part)}.pt"
         if path.exists():
@@ -267,6 +273,24 @@ def choose(
             validation, tune_prior=setting.search == "both", **search
         )
     return la, {"prior": float(la.prior_precision), "N_eff": la.effective_n_data}
+
+
+def on_fold(
+    study: Study,
+    setting: Setting,
+    link: str,
+    fold: Fold,
+    features: dict[str, FeatureCache],
+    prior_precision: float,
+    n_train: int,
+) -> Outcome:
+    """Choose on the fold's validation images, predict its test images."""
+    size = N_SEARCH["small" if setting.rank <= 128 else "large"]
+    chosen_on = features[fold.where][fold.choose[:size]]
+    la, chosen = choose(study, setting, link, chosen_on, prior_precision, n_train)
+    val_nll = metrics.nll(predict(la, chosen_on, link), chosen_on.targets)
+    probs = predict(la, features["test"][fold.predict], link)
+    return Outcome(probs, val_nll, chosen)
 
 
 def describe(chosen: dict[str, float]) -> str:

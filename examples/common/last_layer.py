@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_ella import metrics
+from common import covariances
 
 
 @dataclass(eq=False)
@@ -35,37 +36,42 @@ class LastLayer:
         )
         return la, float(la.prior_precision)
 
-    def predict(self, la: Any, x: torch.Tensor, link: str, n: int = 512) -> Any:
+    def predict(
+        self, structure: str, x: torch.Tensor, link: str, chosen: dict[str, float]
+    ) -> torch.Tensor:
+        """Class probabilities of embeddings, by laplace-torch's own prediction."""
+        la, _ = self.fit(structure)
+        # In this order: only the prior makes Laplace factorise again.
+        la.temperature = len(self.embeddings["train"]) / chosen["N_eff"]
+        la.prior_precision = chosen["prior"]
         torch.manual_seed(0)
-        parts = [la(b, link_approx=link, n_samples=n) for b in x.split(1000)]
+        parts = [la(b, link_approx=link, n_samples=512) for b in x.split(1000)]
         return torch.cat(parts).detach()
 
     def choose(
         self, structure: str, search: str, link: str, x: torch.Tensor, y: torch.Tensor
-    ) -> tuple[Any, dict[str, float]]:
-        """The posterior with the prior of the highest evidence ('evidence') or with
-        the prior and temperature of the lowest NLL on x and y ('both')."""
-        la, evidence_prior = self.fit(structure)
-        la.temperature, la.prior_precision = 1.0, evidence_prior
-        if search == "evidence":
-            return la, {"prior": evidence_prior}
-
-        def loss(point: tuple[float, float]) -> float:
-            # In this order: only the prior makes Laplace factorise again.
-            la.temperature = 10 ** point[1]
-            la.prior_precision = 10 ** point[0]
-            return metrics.nll(self.predict(la, x, link, 128), y)
-
-        priors = np.arange(-1, 3.1, 2 if self.smoke else 0.5)
-        best = min(((p, t) for p in priors for t in range(-1, 4)), key=loss)
-        near = [
-            (best[0] + p, best[1] + t)
-            for p in (-0.25, 0, 0.25)
-            for t in (-0.5, -0.25, 0, 0.25, 0.5)
-        ]
-        loss(min(near, key=loss))
+    ) -> dict[str, float]:
+        """The prior of the highest evidence ('evidence'), or the prior and the
+        effective number of data of the lowest NLL on x and y ('both')."""
+        la, prior = self.fit(structure)
         n_data = len(self.embeddings["train"])
-        return la, {
-            "prior": float(la.prior_precision),
-            "N_eff": n_data / la.temperature,
-        }
+        if search == "evidence":
+            return {"prior": prior, "N_eff": n_data}
+        step = 2 if self.smoke else 0.5
+        coarse = np.arange(-2, 5.1, step)
+        f_mu = self.head(x).detach()
+        gamma, t = covariances.choose(f_mu, self._f_vars(la, x, coarse), y, link)
+        near = np.log10(gamma) + np.array([-0.25, 0, 0.25])
+        gamma, t = covariances.choose(f_mu, self._f_vars(la, x, near), y, link)
+        return {"prior": gamma / t, "N_eff": n_data / t}
+
+    @staticmethod
+    def _f_vars(
+        la: Any, x: torch.Tensor, log_gammas: np.ndarray
+    ) -> Iterator[tuple[float, torch.Tensor]]:
+        """Output covariances of (H + γ)⁻¹, for every γ."""
+        la.temperature = 1.0
+        Js, _ = la.backend.jacobians(x)
+        for gamma in 10**log_gammas:
+            la.prior_precision = float(gamma)
+            yield float(gamma), la.functional_variance(Js.detach()).detach()

@@ -7,7 +7,7 @@ import csv
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -106,6 +106,22 @@ class Results:
             stored = json.loads(path.read_text())
             if stored["settings"] == self.settings:
                 self.rows = stored["rows"]
+        self.expected: int | None = None
+        self._began, self._computed = perf_counter(), 0
+
+    def expect(self, keys: Iterable[str]) -> None:
+        """Rows that will be computed next, so that the time left can be told."""
+        self.expected = len({key for key in keys if key not in self.rows})
+        self._began, self._computed = perf_counter(), 0
+
+    def _progress(self) -> str:
+        """How many of the expected rows are there, and the time left."""
+        self._computed += 1
+        if self.expected is None or self._computed > self.expected:
+            return ""
+        left = self.expected - self._computed
+        seconds = (perf_counter() - self._began) / self._computed * left
+        return f"[{self._computed}/{self.expected}, {seconds / 60:.0f} min left] "
 
     def compute(
         self, key: str, row: Callable[[], dict[str, Any]], again: bool = False
@@ -115,7 +131,9 @@ class Results:
             began = perf_counter()
             self.rows[key] = row()
             self.save()
-            print(f"{key}: {_brief(self.rows[key])} ({perf_counter() - began:.0f} s)")
+            seconds = f"({perf_counter() - began:.0f} s)"
+            brief = _brief(self.rows[key])
+            print(f"{self._progress()}{key}: {brief} {seconds}", flush=True)
         return self.rows[key]
 
     def save(self) -> None:
