@@ -799,6 +799,44 @@ def test_half_precision_base_with_float32_adapters(dtype):
     assert_close(phi.double(), expected, 0.05, bound)
 
 
+class Int8Linear(nn.Module):
+    """Weights kept as int8 with a scale a row, and a float adapter beside them."""
+
+    def __init__(self, n_in, n_out, rank=2):
+        super().__init__()
+        weight = torch.randn(n_out, n_in)
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("quantized", (weight / scale).round().to(torch.int8))
+        self.down = nn.Parameter(torch.randn(rank, n_in))
+        self.up = nn.Parameter(torch.randn(n_out, rank))
+
+    def forward(self, x):
+        base = nn.functional.linear(x, self.quantized.to(x) * self.scale.to(x))
+        return base + x @ self.down.T @ self.up.T
+
+
+def test_quantised_base_with_adapters():
+    """Integer weights are buffers: only the adapters are uncertain, and exact."""
+
+    def build():
+        body = nn.Sequential(Int8Linear(4, 6), nn.GELU(), Int8Linear(6, C))
+        return body, torch.randn(7, 4)
+
+    problem = Problem(build)
+    la = problem.fit()
+    assert all("down" in n or "up" in n for n in la._linearizer.fn.names)
+    before = [b.clone() for b in problem.model.buffers()]
+    f_mu, phi = la.features(problem.x_test)
+    f, Js = dense.jacobians(problem.model, problem.x_test, problem.params)
+    assert_close(f_mu, f)
+    assert_close(phi, Js @ la.basis.vectors)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, problem.model.buffers(), strict=True)
+    )
+    assert problem.model[0].quantized.dtype == torch.int8
+
+
 def test_unsupported_model_names_the_operator_and_the_options():
     """A model that no way can differentiate."""
 
