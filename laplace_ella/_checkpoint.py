@@ -57,7 +57,7 @@ class Checkpointing:
         to_here = {"device": self._device}
         self._set_basis(
             NystromBasis(
-                state_dict["directions"].to(self.basis_device or self._device),
+                state_dict["directions"].to(self._home),
                 state_dict["eigenvalues"].to(**to_here),
                 state_dict["basis_n_samples"],
                 state_dict["basis_trace"],

@@ -174,7 +174,7 @@ class Fitting:
             labels,
         )
         memory = self._estimate(len(examples))
-        check_memory(memory, self._device)
+        check_memory(memory, self._home)
         logger.info("basis: %s\n%s", memory.method, memory)
         capacity, keep = sketch_sizes(memory, self._rank_limit)
         sketch = RowSketch(
@@ -182,7 +182,7 @@ class Fitting:
             capacity,
             keep,
             row_dtype(self._linearizer.fn),
-            self.basis_device or self._device,
+            self._home,
         )
         self._sketch_rows(loader, sketch, indices, examples, outputs, progress_bar)
         return self._finish_basis(sketch)
@@ -236,6 +236,11 @@ class Fitting:
         return basis
 
     @property
+    def _home(self) -> torch.device:
+        """Where gradients are gathered and directions stay."""
+        return self.basis_device or self._device
+
+    @property
     def _rank_limit(self) -> int:
         """K, or as many directions as are looked at to choose it."""
         return AUTO_MAX_RANK if self.n_eigenvalues == "auto" else self.n_eigenvalues
@@ -251,13 +256,15 @@ class Fitting:
     def _estimate(self, n_samples: int) -> MemoryEstimate:
         linearizer = self._linearizer
         rank = min(self._rank_limit, n_samples)
+        # Passes are made where the model is; "cuda" without a number is the same.
+        beside = self._home.type == self._device.type
         return estimate_memory(
             self.n_params,
             n_samples,
             rank,
             row_dtype(linearizer.fn).itemsize,
-            linearizer.pass_bytes(rank),
-            budget_of(self._device, self.memory_budget),
+            linearizer.pass_bytes(rank) if beside else 0,
+            budget_of(self._home, self.memory_budget),
             self.basis_dtype.itemsize if self.basis_dtype is not None else None,
         )
 

@@ -35,7 +35,7 @@ class InsufficientMemoryError(MemoryError):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that a fit and predictions take on the model's device.
+    """Bytes that a fit and predictions take on the device that holds the directions.
 
     Attributes
     ----------
@@ -46,7 +46,8 @@ class MemoryEstimate:
     sketch : int
         the smallest summary of them that still gives K directions
     pass_ : int
-        gradients, tangents and activations of one differentiation
+        gradients, tangents and activations of one differentiation; 0 if that is made
+        on another device
     budget : int
         what may be used
     capacity : int

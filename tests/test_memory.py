@@ -86,6 +86,14 @@ def test_estimate(case, m):
     assert memory.needed <= memory.total <= memory.budget
 
 
+def test_estimate_of_another_device(case):
+    """A basis kept elsewhere counts there, and the passes do not."""
+    here = build(case).estimate_memory(case.loader())
+    there = build(case, basis_device="meta").estimate_memory(case.loader())
+    assert there.basis == here.basis
+    assert here.pass_ > there.pass_ == 0
+
+
 def test_estimate_is_readable(case):
     """Printed, it has a line for each part and for the whole, in units."""
     text = str(build(case, memory_budget="2 GB").estimate_memory(case.loader()))
