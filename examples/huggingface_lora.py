@@ -49,9 +49,9 @@ class Size:
 
     width: int = 64
     n_layers: int = 2
-    n_words: int = 4000
-    spelling_epochs: int = 5
-    adapter_epochs: int = 15
+    n_words: int = 8000
+    spelling_epochs: int = 10
+    adapter_epochs: int = 60
     n_samples: int = 1000
     rank: int = 32
 
@@ -186,10 +186,10 @@ def learn_ratings(
     net.transformer.load_state_dict(base.transformer.state_dict())
     config = LoraConfig(
         task_type="SEQ_CLS",  # keeps the new head `score` trainable
-        r=4,
-        lora_alpha=8,
+        r=16,
+        lora_alpha=32,
         lora_dropout=0.05,
-        target_modules=["c_attn", "c_fc"],
+        target_modules=["c_attn", "c_fc", "c_proj"],
         fan_in_fan_out=True,
     )
     model = Classifier(get_peft_model(net, config))
@@ -213,7 +213,8 @@ def head_name(model: nn.Module) -> str:
 def fit_laplace(
     model: nn.Module, size: Size, words: list[dict], validation: list[dict], subset: str
 ):
-    """Directions from the training words, the prior chosen on the validation words."""
+    """Directions from the training words, prior and temperature chosen on the
+    validation words."""
     options = {"subsample_size": size.n_samples, "n_eigenvalues": size.rank}
     if subset == "last_layer":
         name = head_name(model)
@@ -234,14 +235,8 @@ def fit_laplace(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RankWarning)
         la.fit(loader(words, batch_size=128))
-    la.optimize_prior_precision(
-        method="gridsearch",
-        val_loader=loader(validation, batch_size=128),
-        log_prior_prec_min=-2,
-        log_prior_prec_max=4,
-        grid_size=25,
-        link_approx="mc",
-        n_samples=256,
+    la.optimize_temperature(
+        loader(validation, batch_size=128), n_samples=256, tune_prior=True
     )
     return la
 
@@ -276,7 +271,8 @@ def compare(size: Size, seed: int) -> dict[str, dict[str, float] | str]:
         la = fit_laplace(model, size, training, validation, subset)
         sizes.append(
             f"{label}: P = {la.n_params:,}, K = {la.rank}, prior precision "
-            f"{la.prior_precision.item():.3g}, fitted and tuned in "
+            f"{la.prior_precision.item():.3g}, as many data as "
+            f"{la.effective_n_data:.3g}, fitted and tuned in "
             f"{time.perf_counter() - start:.0f} s, features by "
             f"{la._linearizer.feature_mode.value}"
         )
