@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from laplace_ella import exact as exactly
 from laplace_ella._functional import ModelFunction
+from laplace_ella._jacobians import count, working
 from laplace_ella._preserve import differentiable_kernels
 from laplace_ella._spectral import (
     lanczos,
@@ -421,8 +422,8 @@ def diagnose(
             "ε_ELLA compares with the exact posterior and is dense: leave out "
             "val_loader, or use method='dense'."
         )
-    n_data = exactly.count(la, loader)
-    n_val = 0 if val_loader is None else exactly.count(la, val_loader, "val_loader")
+    n_data = count(la, loader)
+    n_val = 0 if val_loader is None else count(la, val_loader, "val_loader")
     needed = exactly.needed_bytes(la, n_data, n_val)
     dense = method is DiagnosticMethod.DENSE or val_loader is not None
     if dense and needed > max_bytes:
@@ -447,7 +448,7 @@ def diagnose(
         if small:
             weight_error = exact.weight_error(posterior)
     else:
-        with exactly.working(la, loader):
+        with working(la, loader):
             error, curvature = _estimate(
                 la, loader, n_probes, n_steps, tol, generator or la._fresh_generator()
             )

@@ -22,6 +22,7 @@ __all__ = [
     "check_outputs",
     "check_targets",
     "curvature_root",
+    "largest_curvature",
     "losses",
     "observed",
     "sample_cotangents",
@@ -178,6 +179,33 @@ def curvature_root(f: torch.Tensor, phi: torch.Tensor, family: Family) -> torch.
         return (f.sigmoid() * (-f).sigmoid()).sqrt() * phi
     p = f.softmax(1)
     return p.sqrt() * (phi - (p * phi).sum(1, keepdim=True))
+
+
+def largest_curvature(f: torch.Tensor, family: Family) -> float:
+    """c_Λ without noise and temperature: the largest ‖Λ(x)‖ over outputs `(B, C)`.
+
+    1 for regression, the largest p(1 − p) for labels. For the softmax Λ = diag(p) −
+    ppᵀ, whose largest eigenvalue lies between the two largest probabilities and is the
+    root there of the secular equation Σ_c p_c²/(p_c − λ) = 1, found by bisection
+    without any C×C matrix. It is at most ½.
+    """
+    if family.is_regression:
+        return 1.0
+    if family is Family.BERNOULLI:
+        p = f.double().sigmoid()
+        return float((p * (1 - p)).max())
+    p = f.double().softmax(-1)
+    if p.shape[-1] == 1:
+        return 0.0
+    top = p.topk(2, dim=-1).values
+    low, high = top[:, 1], top[:, 0]
+    for _ in range(60):
+        middle = (low + high) / 2
+        gaps = p - middle.unsqueeze(-1)
+        terms = torch.where(gaps == 0, 0.0, p.square() / gaps)
+        below = terms.sum(-1) < 1
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return float(high.max())
 
 
 def sample_cotangents(
