@@ -181,14 +181,17 @@ def curvature_root(f: torch.Tensor, phi: torch.Tensor, family: Family) -> torch.
     return p.sqrt() * (phi - (p * phi).sum(1, keepdim=True))
 
 
-def largest_curvature(f: torch.Tensor, family: Family) -> float:
+def largest_curvature(f: torch.Tensor, family: Family | Likelihood | str) -> float:
     """c_Λ without noise and temperature: the largest ‖Λ(x)‖ over outputs `(B, C)`.
 
+    `family` may also be the name of a likelihood of Laplace, as users know it.
     1 for regression, the largest p(1 − p) for labels. For the softmax Λ = diag(p) −
     ppᵀ, whose largest eigenvalue lies between the two largest probabilities and is the
     root there of the secular equation Σ_c p_c²/(p_c − λ) = 1, found by bisection
     without any C×C matrix. It is at most ½.
     """
+    if not isinstance(family, Family):
+        family = Family.of(Likelihood(family))
     if family.is_regression:
         return 1.0
     if family is Family.BERNOULLI:
