@@ -263,7 +263,7 @@ class Fitting:
             n_samples,
             rank,
             row_dtype(linearizer.fn).itemsize,
-            linearizer.pass_bytes(rank) if beside else 0,
+            linearizer.sizes.pass_bytes(rank) if beside else 0,
             budget_of(self._home, self.memory_budget),
             self.basis_dtype.itemsize if self.basis_dtype is not None else None,
         )

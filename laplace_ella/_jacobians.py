@@ -55,7 +55,7 @@ def jacobians(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Outputs (b, C) and Jacobians (b, C, P) of a few examples after the other."""
     linearizer = la._linearizer
-    at_once = linearizer._rows_at_once(rows_per_example=la.n_outputs)
+    at_once = linearizer.sizes.rows_at_once(rows_per_example=la.n_outputs)
     for x, _ in la._batches(loader, "[Jacobians]", False):
         size = batch_size(x, la.dict_key_x)
         for part in chunks(size, at_once):

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from laplace_ella._batch import batch_size, chunks, has_values, take
 from laplace_ella._functional import ModelFunction
+from laplace_ella._pass_sizes import PassSizes
 from laplace_ella._preserve import differentiable_kernels
 from laplace_ella._trials import Trial, attempt, winner
 from laplace_ella.backend_rows import LIBRARIES, check_rows, rows_by_backend
@@ -41,15 +42,6 @@ from laplace_ella.rows import (
 __all__ = ["Linearizer"]
 
 logger = logging.getLogger("laplace_ella")
-
-#: Examples × tangents of one forward-mode pass: larger falls out of the CPU's cache.
-TANGENTS_AT_ONCE = {"cpu": 256, "cuda": 8192}
-
-#: Bytes that gradients, tangents and activations of one pass may take.
-PASS_BYTES = {"cpu": 2**28, "cuda": 2**31}
-
-#: Intermediate results that are alive at once in a forward-mode pass.
-LIVE_RESULTS = 4
 
 #: Directions that are fetched at once from another device.
 OFFLOADED_BLOCK = 8
@@ -107,37 +99,15 @@ class Linearizer:
     def device(self) -> torch.device:
         return next(self.fn.model.parameters()).device
 
-    def _limit(self, limits: dict[str, int]) -> int:
-        return limits.get(self.device.type, limits["cpu"])
-
-    def _rows_at_once(self, rows_per_example: int = 1) -> int:
-        """How many examples' gradients fit into one reverse-mode pass."""
-        if self.chunk_size is not None:
-            return self.chunk_size
-        per_example = self.row_bytes(rows_per_example)
-        return max(1, min(64, self._limit(PASS_BYTES) // max(1, per_example)))
-
-    def row_bytes(self, rows_per_example: int = 1) -> int:
-        """Bytes of gradients and saved activations of one example."""
-        row = self.n_params * row_dtype(self.fn).itemsize
-        return 2 * (row * rows_per_example + self.activations.total)
-
-    def _examples_at_once(self, rank: int) -> int:
-        """How many examples take all K tangents in one forward-mode pass."""
-        if self.chunk_size is not None:
-            return self.chunk_size
-        by_memory = self._limit(PASS_BYTES) // max(1, self.tangent_bytes(rank))
-        return max(1, min(self._limit(TANGENTS_AT_ONCE) // rank, by_memory))
-
-    def tangent_bytes(self, rank: int) -> int:
-        """Bytes of the intermediate results of one example with K tangents."""
-        return LIVE_RESULTS * (rank + 1) * self.activations.largest
-
-    def pass_bytes(self, rank: int) -> int:
-        """Bytes of the largest pass of a fit with K directions."""
-        return max(
-            self._rows_at_once() * self.row_bytes(),
-            self._examples_at_once(rank) * self.tangent_bytes(rank),
+    @property
+    def sizes(self) -> PassSizes:
+        """What one pass takes, with the activations that are known so far."""
+        return PassSizes(
+            self.n_params,
+            row_dtype(self.fn).itemsize,
+            self.activations,
+            self.device.type,
+            self.chunk_size,
         )
 
     # Rows of the Jacobian
@@ -156,7 +126,7 @@ class Linearizer:
             self._choose_row_mode(x, examples, cotangents)
         compute = self._row_function()
         size = batch_size(x, self.dict_key_x)
-        for part in chunks(len(examples), self._rows_at_once()):
+        for part in chunks(len(examples), self.sizes.rows_at_once()):
             with differentiable_kernels():  # the flags are not kept between chunks
                 rows = compute(self.fn, x, size, examples[part], cotangents[part])
             yield rows
@@ -190,7 +160,7 @@ class Linearizer:
             ways = {self.asked_row_mode: ways[self.asked_row_mode]}
         with differentiable_kernels():
             trials = self._try_row_modes(
-                ways, min(len(examples), 16, self._rows_at_once())
+                ways, min(len(examples), 16, self.sizes.rows_at_once())
             )
         self.row_mode = winner(trials)
         logger.info("rows of the Jacobian by %s", self.row_mode.value)
@@ -221,7 +191,7 @@ class Linearizer:
         }
         if self.asked_row_mode in ways:  # the libraries make rows only
             ways = {self.asked_row_mode: ways[self.asked_row_mode]}
-        at_once = self._rows_at_once(rows_per_example=self.n_outputs)
+        at_once = self.sizes.rows_at_once(rows_per_example=self.n_outputs)
         with differentiable_kernels(), torch.no_grad():
             trials = self._try_row_modes(ways, min(size, 16, at_once))
         self.jacobian_mode = winner(trials)
@@ -274,7 +244,7 @@ class Linearizer:
         if directions.device != self.device:
             blocks = directions.split(OFFLOADED_BLOCK)
         elif self.feature_mode is not FeatureMode.REVERSE:
-            blocks = directions.split(self._limit(TANGENTS_AT_ONCE))
+            blocks = directions.split(self.sizes.tangents_at_once)
         columns = []
         for block in blocks:
             block = block.to(self.device, row_dtype(self.fn))
@@ -282,9 +252,9 @@ class Linearizer:
                 self.feature_mode, block, create_graph, self._vectorized
             )
             at_once = (
-                self._rows_at_once(rows_per_example=self.n_outputs)
+                self.sizes.rows_at_once(rows_per_example=self.n_outputs)
                 if self.feature_mode is FeatureMode.REVERSE
-                else self._examples_at_once(len(block) if self._vectorized else 1)
+                else self.sizes.examples_at_once(len(block) if self._vectorized else 1)
             )
             with differentiable_kernels():
                 parts = [
@@ -311,7 +281,9 @@ class Linearizer:
         size = batch_size(x, self.dict_key_x)
         V = directions.T.to(self.device, row_dtype(self.fn))  # once, not a chunk
         parts = []
-        for part in chunks(size, self._rows_at_once(rows_per_example=self.n_outputs)):
+        for part in chunks(
+            size, self.sizes.rows_at_once(rows_per_example=self.n_outputs)
+        ):
             f, J = self.jacobian(take(x, part, size), create_graph)
             weighted = J if weights is None else J * weights.to(J)
             parts.append((f, weighted @ V, group(weighted) @ group(J).mT))
@@ -355,7 +327,7 @@ class Linearizer:
         they are close both are timed.
         """
         size = batch_size(x, self.dict_key_x)
-        few = min(size, 4, self._examples_at_once(len(directions)))
+        few = min(size, 4, self.sizes.examples_at_once(len(directions)))
 
         def trial(mode: FeatureMode, vectorized: bool = True) -> Trial:
             compute = self._feature_function(mode, directions, False, vectorized)
