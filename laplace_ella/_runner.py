@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from laplace_ella import _batch, metrics
 from laplace_ella._errors import NumericalWarning, RankWarning
+from laplace_ella._method_memory import preferred_batch
 from laplace_ella._preserve import random_states
 from laplace_ella._resources import Stopwatch
 from laplace_ella.methods import (
@@ -29,7 +30,6 @@ from laplace_ella.methods import (
     Problem,
     Tuning,
     fitted_to,
-    preferred_batch,
     stored_floats,
 )
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_ella import _runner, methods, metrics
+from laplace_ella import _method_memory, _runner, methods, metrics
 from laplace_ella._resources import Stopwatch, available_memory, human_bytes
 from laplace_ella.methods import Kind, Method, Problem, Tuning
 from laplace_ella.report import Report
@@ -421,7 +421,7 @@ def test_temperature_scaling_does_not_apply_to_regression(regression):
 
 
 def test_methods_of_laplace_03_on_laplace_02(classification, monkeypatch):
-    monkeypatch.setattr(methods, "_has_functional_methods", lambda: False)
+    monkeypatch.setattr(_method_memory, "_has_functional_methods", lambda: False)
     report = classification.compare(["gp-ella", "gp-valla"])
     assert {r.status for r in report} == {"not available in laplace-torch 0.2"}
 
