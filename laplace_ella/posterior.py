@@ -253,8 +253,10 @@ class SubspacePosterior:
         directions = self.basis.directions.to(noise)
         if not self.needs_kernel:
             return noise @ self.scale.mT.to(noise) @ directions
-        R_inv, T_root = self._whitened_roots
+        R_inv, T_root = (matrix.to(noise) for matrix in self._whitened_roots)
         root = self.prior_diagonal().rsqrt().to(noise)  # D^{-1/2}
-        Q = R_inv.mT.to(noise) @ (directions * root)  # (K, P), orthonormal rows
-        inside = noise @ T_root.mT.to(noise) - outside @ Q.mT
-        return (outside + inside @ Q) * root
+        # D^{-1/2}[(I − QQᵀ)ε + QT^{-1/2}z] with Q = D^{-1/2}VR⁻¹. Q is as large as the
+        # basis and takes K²P operations, so only V is multiplied: 2KP for a sample.
+        projected = (outside * root) @ directions.mT @ R_inv  # Qᵀε, (n, K)
+        inside = noise @ T_root.mT - projected
+        return (outside + (inside @ R_inv.mT @ directions) * root) * root

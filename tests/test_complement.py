@@ -75,6 +75,19 @@ def test_exact_below_the_number_of_parameters():
     )
 
 
+@pytest.mark.parametrize("structure", PRIORS)
+@pytest.mark.parametrize("name", CASES)
+def test_weight_samples_without_chance(name, structure):
+    """Samples are linear in their noise: θ − θ̂ = Aᵀε with AᵀA = (D + VHVᵀ)⁻¹."""
+    case = make(name)
+    prior = priors(case)[structure]
+    la = fit(case, prior_precision=prior, complement="prior")
+    Sigma = reference(case, la).covariance(prior, "prior")
+    eye = torch.eye(la.rank + la.n_params, dtype=Sigma.dtype)
+    A = la.posterior.sample_offsets(*eye.split([la.rank, la.n_params], dim=1))
+    assert_close(A.T @ A, Sigma)
+
+
 def test_weight_samples():
     """Weight samples have covariance (D + VHVᵀ)⁻¹."""
     case = make("regression_1")
