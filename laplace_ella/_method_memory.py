@@ -5,6 +5,7 @@ Index legend: N data, C outputs, P parameters, M Nyström samples, K rank, B bat
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,17 +14,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from laplace_ella import _batch
+from laplace_ella import _batch, memory
+from laplace_ella._fit import AUTO_MAX_RANK
 from laplace_ella._method import Kind, Method
+from laplace_ella._pass_sizes import PassSizes
+from laplace_ella.ella import ELLALaplace
+from laplace_ella.memory import Activations
 
 __all__ = [
     "Estimate",
     "Problem",
     "describe_problem",
     "estimate",
+    "nystrom_memory",
     "preferred_batch",
     "stored_floats",
 ]
+
+
+#: Activations of a model that was never run.
+NOT_COUNTED = Activations(0, 0)
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,8 @@ class Problem:
 
     `n_activations` counts the outputs of all leaf modules for one example;
     `kron_floats` the Kronecker factors of all layers; `kron_unsupported` the types of
-    layers with parameters that KFAC (curvlinops) has no rule for.
+    layers with parameters that KFAC (curvlinops) has no rule for; `activations` what
+    the operators of a forward pass of one example return, on a `device` of that type.
     """
 
     n_data: int
@@ -45,6 +56,8 @@ class Problem:
     kron_floats: int
     kron_floats_last: int
     kron_unsupported: tuple[str, ...] = ()
+    activations: Activations = NOT_COUNTED
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -59,11 +72,14 @@ class Estimate:
         the largest batch that stays inside the limit; None if not even one example
     unsupported : str or None
         why the method cannot run at all
+    budget : int or None
+        the `memory_budget` that the fit has to keep for the estimate to hold
     """
 
     bytes: int
     batch: int | None
     unsupported: str | None = None
+    budget: int | None = None
 
 
 @torch.no_grad()
@@ -84,7 +100,7 @@ def describe_problem(
     leaves = [m for m in model.modules() if not any(True for _ in m.children())]
     hooks = [leaf.register_forward_hook(record) for leaf in leaves]
     try:
-        out = model(one)
+        out, allocated = memory.activation_bytes(model, one)
     finally:
         for hook in hooks:
             hook.remove()
@@ -114,6 +130,8 @@ def describe_problem(
                 }
             )
         ),
+        activations=allocated,
+        device=out.device.type,
     )
 
 
@@ -137,11 +155,14 @@ def estimate(method: Method, problem: Problem, limit: int | None) -> Estimate:
     take Jacobians of all layers with `torch.func.jacrev` over a whole batch need
     besides the B·C·P Jacobian about 2·B²·C floats for every activation of the network,
     since each of the B·C outputs is propagated through the whole batch and kept.
-    Measured peaks are within 0.7–1.0 of this estimate.
+    Measured peaks are within 0.7–1.0 of this estimate. ELLA splits its batches itself
+    and has an estimate of its own, see `nystrom_memory`.
     """
     unsupported = _unsupported(method, problem)
     if unsupported or method.kind is not Kind.LAPLACE:
         return Estimate(0, problem.batch, unsupported)
+    if method.structure[1] == "nystrom":
+        return _estimate_nystrom(method, problem, limit)
     fixed = _posterior_floats(method, problem) * problem.itemsize
     batch = problem.batch
     while True:
@@ -151,6 +172,76 @@ def estimate(method: Method, problem: Problem, limit: int | None) -> Estimate:
         if batch == 1:
             return Estimate(needed, None)
         batch = math.ceil(batch / 2)
+
+
+def nystrom_memory(
+    method: Method, problem: Problem, limit: int | None
+) -> memory.MemoryEstimate:
+    """What `ELLALaplace.estimate_memory` says of a method with `memory_budget=limit`.
+
+    As far as sizes tell: named `params` and samplers of a part of the data are not
+    known here. A limit of
+    None stands for memory without end.
+    """
+    asked = _ella_arguments(method)
+    last = method.structure[0] == "last_layer"
+    P = problem.n_params_last if last else problem.n_params
+    M = min(asked["subsample_size"], problem.n_data * problem.n_outputs)
+    K = asked["n_eigenvalues"]
+    K = min(AUTO_MAX_RANK if K == "auto" else K, M)
+    itemsize = max(torch.float32.itemsize, problem.itemsize)  # as `rows.row_dtype`
+    budget = asked["memory_budget"]
+    dtype = asked["basis_dtype"]
+    sizes = PassSizes(
+        P, itemsize, problem.activations, problem.device, asked["chunk_size"]
+    )
+    return memory.estimate(
+        P,
+        M,
+        K,
+        itemsize,
+        sizes.pass_bytes(K) if _basis_is_beside(method, problem) else 0,
+        memory.parse_bytes(budget) if budget is not None else _or_endless(limit),
+        None if dtype is None else dtype.itemsize,
+    )
+
+
+def _estimate_nystrom(method: Method, problem: Problem, limit: int | None) -> Estimate:
+    # The limit is that of the model's device and says nothing about another one.
+    beside = _basis_is_beside(method, problem)
+    needs = nystrom_memory(method, problem, limit if beside else None)
+    if not beside:
+        return Estimate(needs.total, problem.batch)
+    if _ella_arguments(method)["memory_budget"] is not None:  # the user's holds
+        fits = needs.fits and needs.total <= _or_endless(limit)
+        return Estimate(needs.total, problem.batch if fits else None)
+    if not needs.fits:
+        return Estimate(needs.needed, None)
+    return Estimate(needs.total, problem.batch, budget=limit)
+
+
+def _ella_arguments(method: Method) -> dict[str, Any]:
+    """Arguments of ELLA that cost memory, with its defaults."""
+    defaults = inspect.signature(ELLALaplace.__init__).parameters
+    names = (
+        "subsample_size",
+        "n_eigenvalues",
+        "memory_budget",
+        "basis_dtype",
+        "basis_device",
+        "chunk_size",
+    )
+    return {name: method.kwargs.get(name, defaults[name].default) for name in names}
+
+
+def _basis_is_beside(method: Method, problem: Problem) -> bool:
+    """Whether the directions stay where the model is."""
+    device = _ella_arguments(method)["basis_device"]
+    return device is None or torch.device(device).type == problem.device
+
+
+def _or_endless(limit: int | None) -> int:
+    return 2**62 if limit is None else limit
 
 
 def preferred_batch(method: Method, problem: Problem, target: int) -> int:
@@ -195,10 +286,6 @@ def _posterior_floats(method: Method, problem: Problem) -> int:
         return 4 * P**2  # sum, batch, identity and factor
     if structure == "kron":
         return 3 * (problem.kron_floats_last if last else problem.kron_floats)
-    if structure == "nystrom":
-        # Basis, batch of gradients and factors; the M gradients themselves are
-        # compressed on the way where they do not fit.
-        return 4 * P * int(method.kwargs.get("n_eigenvalues", 20))
     if method.functional == "sod":
         M = min(int(method.kwargs.get("n_subset", 0)), problem.n_data)
         return 3 * (M * problem.n_outputs) ** 2

@@ -23,6 +23,7 @@ from laplace_ella._errors import NumericalWarning, RankWarning
 from laplace_ella._method_memory import preferred_batch
 from laplace_ella._preserve import random_states
 from laplace_ella._resources import Stopwatch
+from laplace_ella.memory import budget_of
 from laplace_ella.methods import (
     Estimate,
     Kind,
@@ -320,6 +321,9 @@ def _fit_laplace(
     kwargs.setdefault("dict_key_x", settings.dict_key_x)
     if settings.is_regression:
         kwargs.setdefault("sigma_noise", settings.sigma_noise)
+    if needs.budget is not None:  # never more than ELLA would allow itself
+        budget = min(needs.budget, budget_of(device, None))
+        kwargs.setdefault("memory_budget", budget)
     fit_kwargs = dict(method.fit_kwargs)
     if tune is Tuning.EARLY_STOPPING:
         plan = EarlyStopping(**_link_options(settings), **method.tune_kwargs)

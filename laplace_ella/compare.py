@@ -116,8 +116,8 @@ def compare(
         inputs; it is fitted if it fits into memory, also when not in `methods`. The KL
         is between function values, without the noise that all share
     max_memory : int, optional
-        bytes; methods that are estimated to need more are skipped. Default 80 % of
-        what is free
+        bytes; methods that are estimated to need more are skipped, and ELLA is fitted
+        within it. Default 80 % of what is free
     cache : path, optional
         JSON file. Finished methods are read from it and new ones added, if model,
         data and settings are the same

@@ -87,7 +87,10 @@ def regression():
     return task
 
 
-ALL_CLASSIFICATION = [m for m in methods.available_methods() if m != "gp-valla"]
+ALL_CLASSIFICATION = list(methods.available_methods())
+
+#: What laplace-torch 0.2 does not have.
+FUNCTIONAL = {"gp-ella", "gp-valla"}
 
 
 # --- what it reports -----------------------------------------------------------------
@@ -104,7 +107,7 @@ def test_every_method_is_a_row_that_is_ok(classification):
     assert list(status) == ALL_CLASSIFICATION
     missing = {m for m, s in status.items() if "laplace-torch 0.2" in s}
     assert all(s == "ok" for m, s in status.items() if m not in missing), status
-    assert missing in (set(), {"gp-ella"})
+    assert missing in (set(), FUNCTIONAL)
     for result in report:
         if result.ok:
             assert set(result.metrics) == {
@@ -112,6 +115,34 @@ def test_every_method_is_a_row_that_is_ok(classification):
             }  # fmt: skip
             costs = {"fit_s", "tune_s", "predict_s", "floats"}
             assert costs <= set(result.costs)
+
+
+def test_valla_runs_for_regression_and_learns_its_prior(regression):
+    """The one method that is fitted by gradient steps: its prior comes from them."""
+    (result,) = regression.compare(["gp-valla"], prior_precision=1.0, reference=None)
+    if result.status == "not available in laplace-torch 0.2":
+        return
+    assert result.ok, result.status
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    assert result.settings["tuning"] == "none"
+    assert result.settings["prior_precision"] != 1.0
+    assert result.costs["fit_s"] > 0
+
+
+def test_valla_that_fails_is_a_row_that_says_why(classification):
+    """For example inducing inputs of a shape that the network does not take."""
+    wrong = {
+        "subset_of_weights": "all",
+        "hessian_structure": "gp",
+        "functional_approximation": "variational",
+        "inducing_locations": torch.zeros(4, 7),
+    }
+    mine = {"wrong": wrong, "map": Method("map", kind="map")}
+    failed, fine = classification.compare(mine, links=["probit"])
+    assert fine.ok
+    if failed.status != "not available in laplace-torch 0.2":
+        assert failed.status.startswith("failed: RuntimeError")
+        assert "shapes cannot be multiplied" in failed.status
 
 
 def test_metrics_of_map_are_those_of_the_network(classification):
@@ -625,6 +656,66 @@ def test_estimate_splits_batches_before_giving_up():
     assert methods.estimate(known("ella"), RESNET, 16 * 10**9).batch == 128
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"n_eigenvalues": "auto"},
+        {"subset_of_weights": "last_layer"},
+        {"n_eigenvalues": 5, "subsample_size": 50, "chunk_size": 3},
+        {"basis_dtype": torch.bfloat16},
+        {"memory_budget": "150 kB"},
+        {"basis_device": "meta", "memory_budget": 10**6},
+    ],
+    ids=str,
+)
+def test_estimate_of_ella_is_what_ella_says(kwargs, dtype):
+    from laplace import Laplace
+
+    kwargs = {"subset_of_weights": "all", "hessian_structure": "nystrom", **kwargs}
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)
+    ).to(dtype)
+    x = torch.randn(40, 1, 8, 8, dtype=dtype)
+    loader = DataLoader(TensorDataset(x, torch.arange(40) % 3), 8)
+    limit = 10**9
+    budget = {"memory_budget": limit, **kwargs}
+    la = Laplace(copy.deepcopy(model), "classification", **budget)
+    if kwargs["subset_of_weights"] == "last_layer":
+        la.fit(loader)  # finds the layer
+    expected = la.estimate_memory(loader)
+    problem = methods.describe_problem(model, x[:8], 40)
+    method = Method("mine", kwargs)
+    assert _method_memory.nystrom_memory(method, problem, limit) == expected
+    if expected.fits:
+        assert methods.estimate(method, problem, limit).bytes == expected.total
+
+
+def test_limit_of_memory_is_the_budget_of_ella(classification, monkeypatch):
+    """What is estimated within the limit is also fitted within it."""
+    from laplace_ella import _fit
+
+    seen = []
+    original = _fit.estimate_memory
+
+    def spy(*args):
+        seen.append(original(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(_fit, "estimate_memory", spy)
+    kwargs = {"subset_of_weights": "all", "hessian_structure": "nystrom"}
+    options = {"mine": {**kwargs, "n_eigenvalues": 3, "chunk_size": 1}}
+    one = {"links": ["probit"]}
+    (result,) = classification.compare(options, max_memory=10_000, **one)
+    assert result.ok, result.status
+    assert seen[-1].budget == 10_000
+    assert seen[-1].method == "streaming"
+    (result,) = classification.compare(options, max_memory=1000, **one)
+    assert result.status.startswith("skipped: would need")
+
+
 def test_estimate_of_jacobian_memory_is_near_what_is_measured():
     if Stopwatch(torch.device("cpu")).__enter__()._before is None:
         pytest.skip("this system does not report the resident set size")
@@ -657,7 +748,10 @@ def test_describe_problem_counts():
         kron_floats=25 + 9 + 4 + 25,
         kron_floats_last=4 + 25,
         kron_unsupported=("BatchNorm1d",),
+        activations=problem.activations,
     )
+    assert problem.activations.largest >= 4 * 5
+    assert problem.activations.total >= 4 * (5 + 5 + 2)
 
 
 def test_rebatching_only_where_it_changes_nothing_else():
