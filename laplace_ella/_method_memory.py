@@ -113,7 +113,7 @@ def describe_problem(
     ]  # parameters may also belong to inner modules (class tokens)
     return Problem(
         n_data=n_data,
-        n_outputs=out.shape[-1],
+        n_outputs=math.prod(out.shape[1:]),
         n_params=sum(p.numel() for p in trainable),
         n_params_last=sum(p.numel() for p in _own(last)) if last is not None else 0,
         n_activations=sum(activations),

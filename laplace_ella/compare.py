@@ -448,12 +448,22 @@ def _problem(
     if batch is None:
         raise ValueError("train_loader yielded no batch; it needs at least one.")
     x, _ = split(batch, settings.dict_key_y)
-    return describe_problem(
-        model,
-        _batch.to_device(x, device),
-        len(data.train.dataset),
-        settings.dict_key_x,
-    )
+    x = _batch.to_device(x, device)
+    _check_flat(model, x, settings.dict_key_x)
+    return describe_problem(model, x, len(data.train.dataset), settings.dict_key_x)
+
+
+@torch.no_grad()
+def _check_flat(model: nn.Module, x: Any, dict_key_x: str) -> None:
+    """Refuse at once what every method would fail on after its fit."""
+    out = model(_batch.take(x, slice(0, 1), _batch.batch_size(x, dict_key_x)))
+    if isinstance(out, torch.Tensor) and out.ndim != 2:
+        raise ValueError(
+            "compare() is for models that return (B, C), got shape "
+            f"{tuple(out.shape)}: metrics and the other methods know no positions. "
+            "Compare a wrapped model that returns one position, or use "
+            "ELLALaplace(..., output_layout=) alone."
+        )
 
 
 @torch.no_grad()

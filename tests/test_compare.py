@@ -734,6 +734,16 @@ def test_estimate_of_jacobian_memory_is_near_what_is_measured():
     assert 0.3 * expected < watch.peak_bytes < 1.5 * expected
 
 
+def test_outputs_at_positions_are_refused_before_any_fit():
+    """And the outputs of all positions are counted, as `doctor` prints them."""
+    model = nn.Sequential(nn.Conv2d(1, 3, 1)).eval()
+    x, y = torch.randn(4, 1, 2, 5), torch.randint(3, (4, 2, 5))
+    loader = DataLoader(TensorDataset(x, y), 2)
+    with pytest.raises(ValueError, match=r"\(B, C\), got shape \(1, 3, 2, 5\)"):
+        compare(model, "classification", loader, loader, progress=False)
+    assert methods.describe_problem(model, x, 4).n_outputs == 30
+
+
 def test_describe_problem_counts():
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).eval()
     problem = methods.describe_problem(model, torch.randn(7, 3), 70)
