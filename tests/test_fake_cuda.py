@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 
-from laplace_ella import ELLALaplace, ELLALLLaplace
+from laplace_ella import ELLALaplace, ELLALLLaplace, decompose
 from tests.cases import RewardModel, make, mlp, priors
 from tests.fake_cuda import FakeCuda, fake, module_to_cuda
 from tests.fitting import fit as fit_case
@@ -268,6 +268,71 @@ def test_reward_modeling(device):
         la = fit(moved)
         assert_matches(la(moved.x_test), expected)
         assert la(case.x, fitting=True).device.type == "cuda"
+
+
+OBSERVED = {
+    "tokens": ("classification", {"output_layout": "channels_last"}),
+    "labels": ("classification", {"multi_label": True}),
+    "labels_of_tokens": (
+        "classification",
+        {"output_layout": "channels_last", "multi_label": True, "stochastic": 2},
+    ),
+    "noises": ("regression", {"sigma_noise": torch.tensor([0.5, 1.0, 2.0])}),
+    "noises_of_tokens": (
+        "regression",
+        {
+            "output_layout": "channels_last",
+            "sigma_noise": torch.tensor([0.5, 1.0, 2.0]),
+            "complement": "prior",
+        },
+    ),
+    "named_parameters": ("classification", {"params": ["2.*"]}),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVED)
+def test_targets_of_every_kind(name, device):
+    """Positions, labels, noises, named parameters: data and noise from the host."""
+    torch.manual_seed(4)
+    likelihood, kwargs = OBSERVED[name]
+    host = make("classification_mlp")
+    host.likelihood, host.model = likelihood, mlp(3, 4, 3).double()
+    positions = (2,) if "output_layout" in kwargs else ()
+    host.x = torch.randn(8, *positions, 3).double()
+    host.x_test = torch.randn(2, *positions, 3).double()
+    if likelihood == "regression":
+        host.y = torch.randn(8, *positions, 3).double()
+    elif kwargs.get("multi_label"):
+        host.y = torch.randint(2, (8, *positions, 3))
+    else:
+        host.y = torch.randint(3, (8, *positions))
+    if positions and not kwargs.get("multi_label") and likelihood != "regression":
+        host.y[::2, 1] = -100
+    expected = fit(host, **kwargs)
+    with device.context():
+        case = on_device(host, device)
+        la = fit(case, **kwargs)
+        if "stochastic" not in kwargs:  # another device draws other numbers
+            assert_matches(la(case.x_test), expected(host.x_test))
+            evidence = expected.log_marginal_likelihood()
+            assert_matches((la.log_marginal_likelihood(),), (evidence,))
+        parts = decompose(la, case.x_test, n_samples=4)
+        assert parts.total.device.type == "cuda"
+        assert parts.total.shape == decompose(expected, host.x_test, 4).total.shape
+        samples = la.functional_samples(case.x_test, n_samples=2, joint=True)
+        assert samples.device.type == "cuda"
+        nn_prediction = la(case.x_test, pred_type="nn", **MC)
+        assert leaves(nn_prediction)[0].shape == (2, *positions, 3)
+        la.optimize_prior_precision(
+            method="gridsearch", val_loader=host.loader(), grid_size=2
+        )
+        la.fit(host.loader(), override=False)
+        la.fit(host.loader(), val_loader=host.loader(), early_stopping=True)
+        if likelihood == "regression":
+            la.optimize_sigma_noise(n_steps=2)
+            assert la.sigma_noise.shape == (3,)
+        la.load_state_dict(la.state_dict())
+        assert la.H.device.type == la.sigma_noise.device.type == "cuda"
 
 
 def test_the_fake_device_is_strict():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_ella import ELLALaplace, ELLALLLaplace
+from laplace_ella import ELLALaplace, ELLALLLaplace, decompose
 from tests.cases import Case, mlp
 from tests.fitting import assert_close, build
 
@@ -203,6 +203,27 @@ def test_untouched_by_every_row_mode(cls, mode, breaks_after):
     assert_same(snapshot(case.model), before)
     # What tries several ways tells what each of them said.
     assert error is None or "Broken" in f"{error.type.__name__} {error.value}"
+
+
+@pytest.mark.parametrize("breaks_after", [None, 1, 3, 6])
+def test_untouched_by_positions_labels_and_named_parameters(breaks_after):
+    """Nor by what came on top: one token of three labels, two uncertain layers."""
+    case = make_case()
+    net, case.model = case.model, nn.Sequential(case.model, nn.Unflatten(1, (1, 3)))
+    case.y = torch.randint(2, (9, 1, 3))
+    before = snapshot(case.model)
+    net.breaks_after = breaks_after
+    with nullcontext() if breaks_after is None else pytest.raises(Exception):
+        la = build(
+            case,
+            output_layout="channels_last",
+            multi_label=True,
+            params=["0.out.*", "0.frozen.*"],
+        )
+        la.fit(case.loader(4))
+        la(case.x_test, link_approx="mc", n_samples=3)
+        decompose(la, case.x_test, n_samples=3)
+    assert_same(snapshot(case.model), before)
 
 
 @flavours
