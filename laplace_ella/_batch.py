@@ -7,13 +7,21 @@ K rank, B batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["batch_size", "chunks", "has_values", "split_batch", "take", "to_device"]
+__all__ = [
+    "batch_size",
+    "chunks",
+    "detach",
+    "has_values",
+    "split_batch",
+    "take",
+    "to_device",
+]
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -49,16 +57,25 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, torch.Tensor]:
 
 def to_device(x: Any, device: torch.device) -> Any:
     """Move every tensor of `x` to `device`; containers are copied, not changed."""
+    # Tensors made in inference mode cannot be saved for a backward pass.
+    return _map_tensors(lambda t: t.to(device, copy=t.is_inference()), x)
+
+
+def detach(x: Any) -> Any:
+    """`x` without the graph of its tensors; containers are copied, not changed."""
+    return _map_tensors(torch.Tensor.detach, x)
+
+
+def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
     if isinstance(x, torch.Tensor):
-        # Tensors made in inference mode cannot be saved for a backward pass.
-        return x.to(device, copy=x.is_inference())
+        return change(x)
     if isinstance(x, MutableMapping):
-        moved = copy.copy(x)
+        changed = copy.copy(x)
         for key, value in x.items():
-            moved[key] = to_device(value, device)
-        return moved
+            changed[key] = _map_tensors(change, value)
+        return changed
     if isinstance(x, (tuple, list)):
-        return type(x)(to_device(value, device) for value in x)
+        return type(x)(_map_tensors(change, value) for value in x)
     return x
 
 

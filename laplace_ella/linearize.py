@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from laplace_ella._batch import batch_size, chunks, has_values, take
+from laplace_ella._batch import batch_size, chunks, detach, has_values, take
 from laplace_ella._functional import ModelFunction
 from laplace_ella._pass_sizes import PassSizes
 from laplace_ella._preserve import differentiable_kernels
@@ -326,6 +326,7 @@ class Linearizer:
         Where the expected costs are far apart the cheaper way is only tried; where
         they are close both are timed.
         """
+        x = detach(x)  # counting operations fails on inputs with a graph
         size = batch_size(x, self.dict_key_x)
         few = min(size, 4, self.sizes.examples_at_once(len(directions)))
 
