@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torchmetrics
 from laplace.utils.enums import LinkApprox
-from laplace.utils.metrics import RunningNLLMetric
 from scipy.optimize import minimize, minimize_scalar
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -72,6 +71,13 @@ def gaussian_nll(
     variance = f_var + sigma_noise**2
     nll = (y - f_mu).square() / variance + variance.log() + np.log(2 * np.pi)
     return 0.5 * nll.sum(-1).mean()
+
+
+def categorical_nll(probabilities: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean negative log likelihood of classes `(N,)` or probabilities `(N, C)`."""
+    if y.dtype.is_floating_point:
+        return -torch.xlogy(y.to(probabilities), probabilities).sum(-1).mean()
+    return F.nll_loss(probabilities.log(), y)
 
 
 def bernoulli_nll(probabilities: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -190,7 +196,7 @@ def default_loss(la: ELLALaplace) -> Loss:
     """Negative log likelihood of whatever the likelihood is."""
     if la._family.is_regression:
         return lambda mean, var, y: gaussian_nll(mean, var, y, la.sigma_noise)
-    return bernoulli_nll if la.multi_label else RunningNLLMetric()
+    return bernoulli_nll if la.multi_label else categorical_nll
 
 
 def check_loss(loss: Any) -> None:
