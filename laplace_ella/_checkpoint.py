@@ -101,6 +101,13 @@ class Checkpointing:
                     f"The checkpoint has {name}={saved!r}, this object "
                     f"{getattr(ours, 'value', ours)!r}. Build it with the same."
                 )
+        noises = state_dict["sigma_noise"].numel()
+        if self.stochastic and noises > 1:
+            raise ValueError(
+                f"The checkpoint has {noises} values of sigma_noise, this object "
+                f"stochastic={self.stochastic}, which needs one. Build it with "
+                "stochastic=False."
+            )
         different = differences(state_dict["fingerprint"], unwrap(self.model))
         if different is not None:
             raise ValueError(

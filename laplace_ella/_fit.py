@@ -16,9 +16,10 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader
 
 from laplace_ella import _sampling, likelihood, tuning
-from laplace_ella._batch import batch_size
+from laplace_ella._batch import batch_size, take
 from laplace_ella._checks import check_finite
 from laplace_ella._errors import RankWarning
+from laplace_ella.layout import OutputLayout
 from laplace_ella.likelihood import Family
 from laplace_ella.memory import (
     MemoryEstimate,
@@ -116,6 +117,7 @@ class Fitting:
             if keep:
                 loss = torch.as_tensor(self.loss).double().to(self._device)
                 start = _Sums(self.H, loss, self.n_data, self.n_outputs)
+                self._linearizer.n_outputs = self.n_outputs
             sums, history = self._add_up(
                 train_loader, basis, start, progress_bar, val_loader, stopping
             )
@@ -140,6 +142,11 @@ class Fitting:
             raise ValueError(
                 "balanced=True draws classes evenly and is for classification; this "
                 "likelihood is regression. Use balanced=False."
+            )
+        if balanced and self.multi_label:
+            raise ValueError(
+                "balanced=True draws classes evenly; with multi_label=True an example "
+                "has no single class. Use balanced=False."
             )
         if early_stopping and val_loader is None:
             raise ValueError(
@@ -203,6 +210,9 @@ class Fitting:
         sampled = _sampling.subset(loader, indices[used])
         for x, _ in self._batches(sampled, "[Sampling gradients]", progress_bar):
             size = batch_size(x, self.dict_key_x)
+            if self.output_layout is not OutputLayout.FLAT:
+                self._outputs(take(x, slice(0, 1), size))
+                self._check_positions()
             pairs = np.flatnonzero((where >= seen) & (where < seen + size))
             finite_rows = []
             for rows in self._linearizer.row_chunks(
@@ -276,6 +286,18 @@ class Fitting:
         self._check_noise()
         return f.shape[-1]
 
+    def _check_positions(self) -> None:
+        """The last outputs have as many positions as those the fit began with."""
+        positions, expected = self._positions, self._linearizer.n_outputs
+        if positions.n_positions * positions.n_channels != expected:
+            raise ValueError(
+                "All batches of the training data must have the same number of "
+                f"positions, got {expected // positions.n_channels} and "
+                f"{positions.n_positions}. Pad all examples to one size, not each "
+                "batch to its own; classification marks the padding with class "
+                f"{likelihood.IGNORED}."
+            )
+
     def _check_noise(self) -> None:
         """As many noises as there are outputs at a position, if not one for all."""
         n, C = self.sigma_noise.numel(), self._positions.n_channels
@@ -343,6 +365,7 @@ class Fitting:
         due = next(checkpoints) if checkpoints is not None else math.inf
         for x, y in self._batches(loader, "[Computing Hessian]", progress_bar):
             f, psi, y = self._curvature_root(x, y, basis, generator)
+            self._check_positions()
             finite.append(torch.isfinite(f).all() & torch.isfinite(psi).all())
             first = 0
             while first < len(f):

@@ -30,6 +30,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def matching_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """The names that are, or match, one of the patterns, in their own order."""
+    patterns = patterns if isinstance(patterns, str) else list(patterns)
     if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
             "params must be a list of parameter names or patterns, got "
@@ -38,7 +39,7 @@ def matching_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     unknown = [p for p in patterns if not any(fnmatchcase(n, p) for n in names)]
     if unknown or not patterns:
         raise ValueError(
-            f"params={list(patterns)} must name parameters of the model; "
+            f"params={patterns} must name parameters of the model; "
             f"{unknown or 'an empty list'} matches none of {list(names)}."
         )
     return [n for n in names if any(fnmatchcase(n, p) for p in patterns)]

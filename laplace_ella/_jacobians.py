@@ -44,7 +44,8 @@ def count(la: ELLALaplace, loader: DataLoader, name: str = "loader") -> int:
         raise NotImplementedError(
             "Diagnostics are for outputs (B, C) with one sigma_noise, got "
             f"output_layout={la.output_layout.value!r} and {la.sigma_noise.numel()} "
-            "noises. Diagnose a wrapped model that returns one position."
+            "noises. Diagnose a wrapped model that returns one position, or fit with "
+            "one sigma_noise."
         )
     with working(la, loader):
         return len(_sampling.eligible_indices(loader))

@@ -63,16 +63,16 @@ class Observing:
 
     @sigma_noise.setter
     def sigma_noise(self, sigma_noise: float | torch.Tensor) -> None:
-        check_positive("sigma_noise", sigma_noise)
-        several = isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() > 1
-        if not several:
-            BaseLaplace.sigma_noise.fset(self, sigma_noise)
-            return
-        if sigma_noise.ndim != 1:
+        several = isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() != 1
+        if several and (sigma_noise.ndim != 1 or not sigma_noise.numel()):
             raise ValueError(
                 "sigma_noise must be a number or one number an output, (C,), got "
                 f"shape {tuple(sigma_noise.shape)}."
             )
+        check_positive("sigma_noise", sigma_noise)
+        if not several:
+            BaseLaplace.sigma_noise.fset(self, sigma_noise)
+            return
         if not self._family.is_regression:
             raise ValueError(
                 "sigma_noise is for regression; this likelihood is "

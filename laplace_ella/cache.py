@@ -79,6 +79,11 @@ class FeatureCache:
                 parts.append(part)
         if not parts:
             raise ValueError("The loader yielded no batch; there is nothing to cache.")
+        if not any(len(f) for f, *_ in parts):
+            raise ValueError(
+                f"No position has a target, all are {likelihood.IGNORED}; there is "
+                "nothing to cache or compare with."
+            )
         return cls(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     def __len__(self) -> int:

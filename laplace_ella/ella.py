@@ -206,7 +206,7 @@ enable_backprop, dict_key_x, dict_key_y
         self.output_layout = member(OutputLayout, "output_layout", output_layout)
         self.multi_label = multi_label
         names = self._laplace_parameters(model, params)
-        several = isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() > 1
+        several = isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() != 1
         super().__init__(
             model,
             likelihood,

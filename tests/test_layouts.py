@@ -292,6 +292,110 @@ def test_wrong_shapes_are_named():
         ELLALaplace(model, "classification", output_layout="middle")
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"stochastic": 2}, {"row_mode": "loop"}])
+def test_batches_with_other_numbers_of_positions_are_refused(kwargs):
+    """In the sample of the basis, in the pass over the data, and in data added."""
+    torch.manual_seed(0)
+    model = Pixels().double()
+
+    def square(length):
+        return torch.randn(1, length, length).double(), torch.randint(C, (length,) * 2)
+
+    def fitted(lengths, subsample_size=ALL):
+        la = ELLALaplace(
+            model,
+            "classification",
+            output_layout="channels_first",
+            n_eigenvalues=3,
+            subsample_size=subsample_size,
+            **kwargs,
+        )
+        la.fit(DataLoader([square(n) for n in lengths], 2))
+        return la
+
+    refused = pytest.raises(ValueError, match=r"(?s)positions, got 4 and 9.*Pad all")
+    with refused:
+        fitted([2, 2, 3, 3])
+    with refused:  # one gradient, of one of the small images: the pass finds out
+        fitted([2] * 20 + [3, 3], subsample_size=1)
+    la = fitted([2, 2])
+    with refused:
+        la.fit(DataLoader([square(3)]), override=False)
+    with pytest.raises(ValueError, match="got 9 and 4"):
+        la.fit(DataLoader([square(3), square(2)]))
+    la.fit(DataLoader([square(2)]), override=False)  # failures left nothing behind
+    assert (la.n_data, la.n_outputs) == (3, 4 * C)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"complement": "drop"}])
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_predictions_at_another_size(mode, kwargs):
+    """A model that takes any size predicts at any, with the same posterior."""
+    model, x, y, _ = problem("channels_first", "regression")
+    la = fit(
+        model,
+        "regression",
+        loader(x, y),
+        output_layout="channels_first",
+        feature_mode=mode,
+        **kwargs,
+    )
+    larger = torch.randn(1, 1, 4, 5, dtype=torch.float64)
+    cov = dense_posterior(model, x, "channels_first", "regression", 1.7)
+    _, J = dense_jacobians(model, larger, "channels_first")
+    if kwargs:
+        V = la.basis.vectors
+        cov = V @ torch.linalg.inv(V.T @ torch.linalg.inv(cov) @ V) @ V.T
+    mean, var = la(larger)
+    close(mean, model(larger).detach())
+    close(var, (J @ cov @ J.mT).unflatten(1, (4, 5)), 1e-7)
+    samples = la.functional_samples(larger, n_samples=2, joint=True)
+    assert samples.shape == (2, 1, C, 4, 5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kwargs", [{}, {"stochastic": 2}, {"complement": "drop"}])
+def test_gradients_with_respect_to_inputs(layout, kwargs):
+    """Also where the way to differentiate is chosen at the first prediction."""
+    model, x, y, x_test = problem(layout, "classification")
+    la = fit(
+        model,
+        "classification",
+        loader(x, y),
+        output_layout=layout,
+        enable_backprop=True,
+        **kwargs,
+    )
+    query = x_test.requires_grad_()
+    (gradient,) = torch.autograd.grad(la(query).square().sum(), query)
+    direction, step = torch.randn_like(x_test), 1e-5
+    with torch.no_grad():
+        up, down = (
+            la(x_test + sign * step * direction).square().sum() for sign in (1, -1)
+        )
+    close((gradient * direction).sum(), (up - down) / (2 * step), 1e-6)
+
+
+def test_class_probabilities_as_targets_can_be_searched_with():
+    """The default loss of a search is the cross-entropy that the fit has."""
+    model, x, y, _ = problem("channels_first", "classification")
+    la = fit(model, "classification", loader(x, y), output_layout="channels_first")
+    one_hot = F.one_hot(y, C).movedim(-1, 1).double()
+    chosen = []
+    for targets in (y, one_hot):
+        la.temperature = 1.0
+        la.optimize_temperature(loader(x, targets), link_approx="probit")
+        chosen.append(la.temperature)
+    assert chosen[0] == pytest.approx(chosen[1])
+
+
+def test_validation_without_any_target_is_refused():
+    model, x, y, _ = problem("channels_last", "classification")
+    la = fit(model, "classification", loader(x, y), output_layout="channels_last")
+    with pytest.raises(ValueError, match="No position has a target"):
+        la.optimize_temperature(loader(x, torch.full_like(y, -100)))
+
+
 # Several labels
 
 
@@ -383,6 +487,8 @@ def test_multi_label_errors():
     la.fit(loader(x, torch.eye(5)[:, :C]))
     with pytest.raises(ValueError, match="'probit' or 'mc'"):
         la(x, link_approx="bridge")
+    with pytest.raises(ValueError, match="no single class"):
+        la.fit(loader(x, torch.eye(5)[:, :C]), balanced=True)
 
 
 # One noise an output
@@ -461,6 +567,8 @@ def test_noise_errors(tmp_path):
         fit(model, "regression", loader(x, y), sigma_noise=torch.ones(3), **kwargs)
     with pytest.raises(ValueError, match=r"one number an output, \(C,\)"):
         ELLALaplace(model, "regression", sigma_noise=torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"\(C,\), got shape \(0,\)"):
+        ELLALaplace(model, "regression", sigma_noise=torch.ones(0))
     with pytest.raises(ValueError, match="stochastic=True mixes the outputs"):
         ELLALaplace(model, "regression", sigma_noise=torch.ones(4), stochastic=True)
     with pytest.raises(ValueError, match="for regression"):
@@ -477,6 +585,10 @@ def test_noise_errors(tmp_path):
     close(again(x_test)[1], la(x_test)[1])
     with pytest.raises(NotImplementedError, match="Diagnostics"):
         laplace_ella.diagnose(la, loader(x, y))
+    sampled = ELLALaplace(model, "regression", stochastic=True, **kwargs)
+    with pytest.raises(ValueError, match="4 values of sigma_noise"):
+        sampled.load_state_dict(la.state_dict())
+    assert sampled.basis is None  # refused before anything was taken over
 
 
 # Named parameters
@@ -544,6 +656,8 @@ def test_named_parameters_by_pattern_and_prior():
 
 def test_named_parameter_errors():
     model = mlp(2, 3)
+    once = ELLALaplace(model, "regression", params=(name for name in ["0.weight"]))
+    assert once.n_params == model[0].weight.numel()
     with pytest.raises(ValueError, match=r"\['head'\] matches none of \['0.weight'"):
         ELLALaplace(model, "regression", params=["head"])
     with pytest.raises(ValueError, match="an empty list"):
