@@ -15,6 +15,7 @@ from laplace.utils.enums import (
 from laplace_ella import likelihood, predictive
 from laplace_ella._batch import to_device
 from laplace_ella._checks import member, positive_int
+from laplace_ella._preserve import full_precision
 from laplace_ella.layout import OutputLayout
 from laplace_ella.posterior import SubspacePosterior
 
@@ -188,17 +189,19 @@ class Predicting:
         """
         if regression is None:
             regression = self._family.is_regression
-        values = self.posterior.function_values(f_mu, phi, kernel)
-        if regression:
-            return f_mu, values.variance() if diagonal_output else values.covariance()
-        return predictive.class_probabilities(
-            values,
-            link_approx,
-            n_samples,
-            diagonal_output,
-            generator or self._fresh_generator(),
-            self._family,
-        )
+        with full_precision(self._device):
+            values = self.posterior.function_values(f_mu, phi, kernel)
+            if regression:
+                variance = values.variance if diagonal_output else values.covariance
+                return f_mu, variance()
+            return predictive.class_probabilities(
+                values,
+                link_approx,
+                n_samples,
+                diagonal_output,
+                generator or self._fresh_generator(),
+                self._family,
+            )
 
     def _joint_distribution(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean `(B·C,)` and covariance `(B·C, B·C)` of all function values."""

@@ -13,7 +13,17 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["differentiable_kernels", "evaluation_mode", "random_states"]
+__all__ = [
+    "differentiable_kernels",
+    "evaluation_mode",
+    "full_precision",
+    "random_states",
+]
+
+
+def full_precision(device: torch.device) -> torch.autocast:
+    """Algebra of ours as it is written, where the model runs under autocast."""
+    return torch.autocast(device.type, enabled=False)
 
 
 @contextmanager

@@ -371,10 +371,7 @@ enable_backprop, dict_key_x, dict_key_y
         self, x: Any, basis: NystromBasis, create_graph: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs (B, S·C) and features (B, S·C, K) of inputs on the device."""
-        linearizer = self._linearizer
-        if linearizer.feature_mode is None:
-            linearizer.choose_feature_mode(x, basis.directions)
-        f, phi = linearizer.features(x, basis.directions, create_graph)
+        f, phi = self._linearizer.features(x, basis.directions, create_graph)
         return f.to(self._dtype), phi.to(self._dtype)
 
     def _rows_of(self, outputs: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from laplace_ella._batch import batch_size, chunks, detach, has_values, take
 from laplace_ella._functional import ModelFunction
 from laplace_ella._pass_sizes import PassSizes
-from laplace_ella._preserve import differentiable_kernels
+from laplace_ella._preserve import differentiable_kernels, full_precision
 from laplace_ella._trials import Trial, attempt, winner
 from laplace_ella.backend_rows import LIBRARIES, check_rows, rows_by_backend
 from laplace_ella.features import (
@@ -88,6 +88,17 @@ class Linearizer:
         self._vectorized = True  # whether tangents go through the model together
         self.compile = compile
         self._compiled: Callable[..., Any] | None = None
+        self._autocast = False
+
+    def _mind_autocast(self) -> None:
+        """Decide again under autocast, or without it: other ways may work.
+
+        `vmap`, for example, has no batch normalisation of mixed precision.
+        """
+        autocast = torch.is_autocast_enabled(self.device.type)
+        if autocast is not self._autocast:
+            self._autocast = autocast
+            self.feature_mode = self.row_mode = self.jacobian_mode = None
 
     # Shapes and sizes
 
@@ -122,6 +133,7 @@ class Linearizer:
         self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
     ) -> Iterator[torch.Tensor]:
         """The same in chunks, so that never more than one of them is in memory."""
+        self._mind_autocast()
         if self.row_mode is None:
             self._choose_row_mode(x, examples, cotangents)
         compute = self._row_function()
@@ -169,6 +181,7 @@ class Linearizer:
         self, x: Any, create_graph: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs (B, C) and J(x) (B, C, P); memory of B·C·P, for small batches."""
+        self._mind_autocast()
         if self.jacobian_mode is None:
             self._choose_jacobian_mode(x)
         size = batch_size(x, self.dict_key_x)
@@ -223,9 +236,10 @@ class Linearizer:
         B, S, _ = cotangents.shape
         examples = torch.arange(B, device=cotangents.device).repeat_interleave(S)
         V = directions.T.to(self.device, row_dtype(self.fn))  # once, not a chunk
-        parts = [
-            rows @ V for rows in self.row_chunks(x, examples, cotangents.flatten(0, 1))
-        ]
+        parts = []
+        for rows in self.row_chunks(x, examples, cotangents.flatten(0, 1)):
+            with full_precision(self.device):
+                parts.append(rows @ V)
         return torch.cat(parts).unflatten(0, (B, S))
 
     # Features
@@ -235,10 +249,12 @@ class Linearizer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs (B, C) and features J(x)V (B, C, K) for directions Vᵀ (K, P).
 
-        Directions that live on another device are fetched in blocks.
+        `n_outputs` must be set. Directions that live on another device are fetched in
+        blocks.
         """
+        self._mind_autocast()
         if self.feature_mode is None:
-            raise RuntimeError("Call choose_feature_mode() first.")
+            self.choose_feature_mode(x, directions)
         size = batch_size(x, self.dict_key_x)
         blocks = [directions]
         if directions.device != self.device:
@@ -286,7 +302,8 @@ class Linearizer:
         ):
             f, J = self.jacobian(take(x, part, size), create_graph)
             weighted = J if weights is None else J * weights.to(J)
-            parts.append((f, weighted @ V, group(weighted) @ group(J).mT))
+            with full_precision(self.device):
+                parts.append((f, weighted @ V, group(weighted) @ group(J).mT))
         f, phi, kernel = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return f, phi, kernel
 
@@ -309,7 +326,8 @@ class Linearizer:
                 with torch.set_grad_enabled(create_graph):
                     return projection_by_vmap(self.fn, x, size, directions)
             f, J = self.jacobian(x, create_graph)
-            return f, J @ directions.T.to(J)
+            with full_precision(self.device):
+                return f, J @ directions.T.to(J)
 
         def double_vjp(x: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
             return by_double_vjp(self.fn, x, directions, create_graph)

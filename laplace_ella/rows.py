@@ -14,6 +14,7 @@ from torch.func import grad, vjp, vmap
 
 from laplace_ella._batch import take
 from laplace_ella._functional import ModelFunction
+from laplace_ella._preserve import full_precision
 
 __all__ = [
     "RowMode",
@@ -157,7 +158,8 @@ def projection_by_vmap(
         basis = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
         (grads,) = vmap(pull)(basis)
         parts = zip(grads, pieces, strict=True)
-        return f, sum(g.flatten(1).to(dtype) @ v.T for g, v in parts)
+        with full_precision(params[0].device):
+            return f, sum(g.flatten(1).to(dtype) @ v.T for g, v in parts)
 
     return vmap(single, randomness="same")(leaves)
 

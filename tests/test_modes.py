@@ -307,6 +307,21 @@ def test_autocast(name, mode):
     assert 0 < relative(phi_low, phi) < 8 * BFLOAT16
 
 
+@pytest.mark.parametrize("complement", ["drop", "prior"])
+def test_predict_under_autocast_after_a_fit_without(complement):
+    """Batch normalisation: `vmap` works without autocast, and not with it."""
+    case = single("classification_cnn")
+    la = fit(case, complement=complement)
+    expected = la(case.x_test)
+    for mode in ("forward", "reverse", "double_vjp"):
+        la._linearizer.asked_feature_mode = FeatureMode(mode)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            probs = la(case.x_test)
+        assert probs.dtype == torch.float32
+        torch.testing.assert_close(probs, expected, atol=0.02, rtol=0.05)
+        torch.testing.assert_close(la(case.x_test), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_fit_under_autocast():
     """A whole fit under autocast gives about the same predictions, in float32."""
     case = single("classification_cnn")
