@@ -643,7 +643,7 @@ def test_rung(name, problem, rung):
     assert linearizer.feature_mode == modes["feature_mode"]
     assert linearizer.row_mode == modes.get("row_mode", linearizer.row_mode)
     if measured_here() and rung == "forward":
-        assert linearizer._vectorized == (arch.forward == "vmap")
+        assert arch.forward == "vmap" or not linearizer._vectorized
 
 
 def test_the_ladder_finds_a_rung_that_works(name, la):
@@ -653,7 +653,7 @@ def test_the_ladder_finds_a_rung_that_works(name, la):
     arch, linearizer = ARCHITECTURES[name], la._linearizer
     assert linearizer.feature_mode in supported(arch) | {"reverse"}
     if linearizer.feature_mode == "forward":
-        assert linearizer._vectorized == (arch.forward == "vmap")
+        assert arch.forward == "vmap" or not linearizer._vectorized
     assert arch.rows == "vmap" or linearizer.jacobian_mode in (None, "loop")
 
 

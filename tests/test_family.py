@@ -75,7 +75,7 @@ def test_noise(cls, noise):
 
 
 @flavours
-@pytest.mark.parametrize("noise", [torch.ones(1, 1), torch.ones(2), "1.2"])
+@pytest.mark.parametrize("noise", [torch.ones(1, 1), torch.ones(2, 2), "1.2"])
 def test_noise_invalid(cls, noise):
     """Other noises are refused."""
     la = cls(mlp(3, 4, 2), "regression")
