@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 OLD_LAPLACE := .venv-laplace-0.2
 # What the package promises of every version of laplace-torch.
 CORE_TESTS := $(addprefix tests/test_,complement.py core_dense.py errors.py \
-	exactness.py family.py registration.py sampling.py state.py tuning_core.py \
+	backends.py exactness.py family.py layouts.py registration.py sampling.py state.py tuning_core.py \
 	untouched.py)
 
 .PHONY: help demo test test-new test-old lint format clean

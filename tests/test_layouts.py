@@ -236,10 +236,10 @@ def test_sampled_curvature_is_unbiased_over_positions(layout):
     y.flatten()[::4] = -100
     exact = fit(model, "classification", loader(x, y), output_layout=layout)
     sampled = fit(
-        model, "classification", loader(x, y), output_layout=layout, stochastic=20_000
+        model, "classification", loader(x, y), output_layout=layout, stochastic=3000
     )
     error = (sampled.H - exact.H).norm() / exact.H.norm()
-    assert error < 0.03
+    assert error < 0.08
 
 
 def test_early_stopping_counts_examples():
@@ -446,9 +446,9 @@ def test_multi_label_searches_and_uncertainty():
     p = parts.mean
     close(parts.total, -(p * p.log() + (1 - p) * (1 - p).log()))
     assert (parts.epistemic >= 0).all()
-    sampled = fit(model, "classification", data, multi_label=True, stochastic=20_000)
+    sampled = fit(model, "classification", data, multi_label=True, stochastic=3000)
     exact = fit(model, "classification", data, multi_label=True)
-    assert (sampled.H - exact.H).norm() / exact.H.norm() < 0.03
+    assert (sampled.H - exact.H).norm() / exact.H.norm() < 0.08
 
 
 def test_multi_label_nll_is_the_default_loss():
