@@ -313,23 +313,26 @@ def main() -> None:
     for seed in args.seeds or ([0] if args.smoke else [0, 1, 2]):
         result = json.dumps(compare(size, seed), indent=1, ensure_ascii=False)
         (args.out / f"seed-{seed}.json").write_text(result, encoding="utf-8")
+        print(write_page(args.out, args.smoke), flush=True)
 
-    # of all splits so far, so that they may run side by side
-    files = sorted(args.out.glob("seed-*.json"))
+
+def write_page(folder: Path, smoke: bool) -> str:
+    """The page of all splits so far, so that they may run one by one; its table."""
+    files = sorted(folder.glob("seed-*.json"))
     results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     text = table(results)
-    print(text)
     packages = ("torch", "transformers", "peft", "vaderSentiment")
     versions = ", ".join(f"{p} {version(p)}" for p in packages)
-    command = f"python examples/huggingface_lora.py{' --smoke' if args.smoke else ''}"
+    command = f"python examples/huggingface_lora.py{' --smoke' if smoke else ''}"
     about = (
         f"Test words of {len(results)} split(s), mean ± standard error. Made by "
         f"`{command}` on {platform.machine()}, {torch.get_num_threads()} thread(s), "
         f"{versions}.\n\nFirst split: {results[0]['about']}."
     )
-    (args.out / "results.md").write_text(
+    (folder / "results.md").write_text(
         f"# ELLA on LoRA adapters\n\n{text}\n\n{about}\n", encoding="utf-8"
     )
+    return text
 
 
 if __name__ == "__main__":
