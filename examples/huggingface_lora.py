@@ -295,8 +295,10 @@ def table(results: list[dict]) -> str:
         cells = []
         for column in columns:
             values = torch.tensor([result[method][column] for result in results])
-            error = values.std() / len(values) ** 0.5 if len(values) > 1 else 0.0
-            cells.append(f"{values.mean():.4f} ± {error:.4f}")
+            cell = f"{values.mean():.4f}"
+            if len(values) > 1:
+                cell += f" ± {values.std() / len(values) ** 0.5:.4f}"
+            cells.append(cell)
         lines.append(f"| {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -323,9 +325,12 @@ def write_page(folder: Path, smoke: bool) -> str:
     text = table(results)
     packages = ("torch", "transformers", "peft", "vaderSentiment")
     versions = ", ".join(f"{p} {version(p)}" for p in packages)
-    command = f"python examples/huggingface_lora.py{' --smoke' if smoke else ''}"
+    seeds = " ".join(file.stem.removeprefix("seed-") for file in files)
+    command = f"python examples/huggingface_lora.py --seeds {seeds}"
+    command += " --smoke" * smoke
+    error = " ± standard error" * (len(results) > 1)
     about = (
-        f"Test words of {len(results)} split(s), mean ± standard error. Made by "
+        f"Test words of {len(results)} split(s), mean{error}. Made by "
         f"`{command}` on {platform.machine()}, {torch.get_num_threads()} thread(s), "
         f"{versions}.\n\nFirst split: {results[0]['about']}."
     )
