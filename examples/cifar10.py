@@ -35,7 +35,7 @@ from common import ella, facts, figures, runs
 from common.all_layers import AllLayers, Sizes, attempts
 from common.cifar import PAPER_PRIOR, Cifar
 from common.ella import Setting
-from common.evaluation import Evaluation
+from common.evaluation import COLUMNS, Evaluation
 from common.last_layer import LastLayer
 from common.models import CIFAR_RESNETS, CIFAR_TRAIN_SIZE
 from common.protocols import PROTOCOLS, TITLES, Fold, Outcome
@@ -47,17 +47,6 @@ LINKS = ("mc", "probit")
 
 #: Links of methods that have none.
 NO_LINK = "–"
-
-COLUMNS = {
-    "method": "method",
-    "link": "link",
-    "accuracy": "accuracy",
-    "nll": "NLL",
-    "ece": "ECE",
-    "brier": "Brier",
-    "val_nll": "validation NLL",
-    "chosen": "chosen",
-}
 
 SPREAD_COLUMNS = {k: COLUMNS[k] for k in list(COLUMNS)[:6]}
 

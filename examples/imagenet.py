@@ -29,7 +29,7 @@ import torch
 from common import ella, models, runs
 from common.data import Images, imagenet_sample, read_images
 from common.ella import Setting
-from common.evaluation import Evaluation
+from common.evaluation import COLUMNS, Evaluation
 from common.protocols import Fold, Outcome
 from torch import nn
 
@@ -40,17 +40,6 @@ TRAIN_SIZE = 1_281_167
 LINKS = ("mc", "probit")
 SEARCHES = ("none", "stop", "temperature", "both")
 SHARD = 20
-
-COLUMNS = {
-    "method": "method",
-    "link": "link",
-    "accuracy": "accuracy",
-    "nll": "NLL",
-    "ece": "ECE",
-    "brier": "Brier",
-    "val_nll": "validation NLL",
-    "chosen": "chosen",
-}
 
 
 def load_images(args: Any) -> dict[str, Images]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import one_hot
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader
 
@@ -205,7 +206,6 @@ class Fitting:
     ) -> None:
         """Take the gradients of the pairs, each example loaded once."""
         used, where = np.unique(examples, return_inverse=True)
-        one_hot = torch.eye(self._linearizer.n_outputs, device=self._device)
         seen, finite = 0, []
         sampled = _sampling.subset(loader, indices[used])
         for x, _ in self._batches(sampled, "[Sampling gradients]", progress_bar):
@@ -218,7 +218,11 @@ class Fitting:
             for rows in self._linearizer.row_chunks(
                 x,
                 torch.as_tensor(where[pairs] - seen, device=self._device),
-                one_hot[torch.as_tensor(outputs[pairs], device=self._device)],
+                # Of these pairs alone: all outputs by all outputs may be huge.
+                one_hot(
+                    torch.as_tensor(outputs[pairs], device=self._device),
+                    self._linearizer.n_outputs,
+                ).float(),
             ):
                 sketch.add(rows.to(sketch.buffer.device))
                 finite_rows.append(torch.isfinite(rows).all())

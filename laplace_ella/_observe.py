@@ -88,10 +88,6 @@ class Observing:
         self._sigma_noise = sigma_noise.to(self._device, self._dtype)
         self._posterior_scale = None
 
-    @property
-    def _per_output_noise(self) -> bool:
-        return self.sigma_noise.numel() > 1
-
     @staticmethod
     def _check_per_output(H: torch.Tensor, sigma_noise: torch.Tensor) -> None:
         """The curvature must have been added up output by output."""

@@ -114,7 +114,12 @@ def draw_pairs(
     if n_rounds == 1:
         outputs = rng.integers(n_outputs, size=n_samples)
     else:  # the uses of one example take different outputs
-        outputs = rng.random((n_examples, n_outputs)).argsort(1)[slots, rounds]
+        # Example by example: all outputs of all examples may not fit into memory.
+        drawn = [
+            rng.choice(n_outputs, min(n_rounds, n_outputs), replace=False)
+            for _ in range(n_examples)
+        ]
+        outputs = np.stack(drawn)[slots, rounds]
     order = np.argsort(slots, kind="stable")
     return slots[order], outputs[order]
 

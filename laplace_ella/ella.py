@@ -2,12 +2,12 @@
 
 The class only wires: sampling, gradients, features, algebra and links are the pure
 functions of the other modules. What it does with training data, with new inputs, with
-hyperparameters and with files stands in `_fit`, `_predict`, `_tune` and `_checkpoint`.
+hyperparameters and with files stands in `_fit`, `_predict`, `_tune` and `_checkpoint`;
+what it assumes of targets in `_observe`, its densities in `_evidence`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +23,7 @@ from laplace_ella._batch import split_batch, to_device
 from laplace_ella._checkpoint import Checkpointing
 from laplace_ella._checks import check_positive, member, positive_int
 from laplace_ella._errors import NotFittedError
+from laplace_ella._evidence import Evidence
 from laplace_ella._fit import Fitting
 from laplace_ella._functional import ModelFunction, matching_names, unwrap
 from laplace_ella._observe import Observing
@@ -41,7 +42,13 @@ __all__ = ["ELLALaplace"]
 
 
 class ELLALaplace(
-    Observing, Fitting, Predicting, Tuning, Checkpointing, ParametricLaplace
+    Observing,
+    Fitting,
+    Evidence,
+    Predicting,
+    Tuning,
+    Checkpointing,
+    ParametricLaplace,
 ):
     """Linearised Laplace with a Nyström approximation of the neural tangent kernel.
 
@@ -410,72 +417,6 @@ enable_backprop, dict_key_x, dict_key_y
             self.complement,
             self._layer_grams if basis is self.basis else [],
         )
-
-    @property
-    def posterior_precision(self) -> torch.Tensor:
-        """G = H/(σ²T) + VᵀDV `(K, K)`, the precision of z in θ = θ̂ + Vz, float64."""
-        return self._build_posterior().precision
-
-    @property
-    def posterior_scale(self) -> torch.Tensor:
-        """S `(K, K)` with SSᵀ = G⁻¹, float64."""
-        return self.posterior.scale
-
-    @property
-    def posterior_covariance(self) -> torch.Tensor:
-        """Covariance of z = Vᵀ(θ − θ̂), `(K, K)`, float64."""
-        return self.posterior.covariance
-
-    @property
-    def log_det_prior_precision(self) -> torch.Tensor:
-        """log det VᵀDV; log det D where the complement is kept."""
-        return self._build_posterior().log_det_prior.to(self._dtype)
-
-    @property
-    def log_det_posterior_precision(self) -> torch.Tensor:
-        """log det G; of the whole D + VHVᵀ/(σ²T) where the complement is kept."""
-        posterior = self._build_posterior()
-        return (posterior.log_det_prior + posterior.log_det_ratio).to(self._dtype)
-
-    @property
-    def log_det_ratio(self) -> torch.Tensor:
-        """log det of the posterior precision less that of the prior precision."""
-        return self._build_posterior().log_det_ratio.to(self._dtype)
-
-    @property
-    def scatter(self) -> torch.Tensor:
-        """(θ̂ − μ₀)ᵀD(θ̂ − μ₀), over all P parameters."""
-        delta = (self.mean - self.prior_mean).double()
-        return (delta.square() * self.prior_precision_diag).sum().to(self._dtype)
-
-    def square_norm(self, value: torch.Tensor) -> torch.Tensor:
-        """ΔᵀPΔ for Δ = value − θ̂ `(P,)` and the posterior precision P.
-
-        With the complement dropped only the part of Δ within the subspace counts.
-        """
-        delta = value - self.mean
-        return self._build_posterior().square_norm(delta).to(self._dtype)
-
-    def log_prob(self, value: torch.Tensor, normalized: bool = True) -> torch.Tensor:
-        """Log density at `value`: of z = Vᵀ(value − θ̂), or of all weights where the
-        complement is kept."""
-        log_prob = -self.square_norm(value) / 2
-        if normalized:
-            constant = self.posterior.dimension * math.log(2 * math.pi)
-            log_prob = log_prob + (self.log_det_posterior_precision - constant) / 2
-        return log_prob
-
-    def log_marginal_likelihood(
-        self,
-        prior_precision: torch.Tensor | None = None,
-        sigma_noise: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Evidence log p(D|θ̂) − ½ log det ratio − ½ scatter.
-
-        Differentiable in `prior_precision` and `sigma_noise`; passing one sets it.
-        """
-        self._check_fitted()
-        return super().log_marginal_likelihood(prior_precision, sigma_noise)
 
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None

@@ -14,6 +14,18 @@ from common import ella, runs
 from common.protocols import Fold, Outcome, folds
 from laplace_ella import metrics
 
+#: What the tables of methods show, and how it is called there.
+COLUMNS = {
+    "method": "method",
+    "link": "link",
+    "accuracy": "accuracy",
+    "nll": "NLL",
+    "ece": "ECE",
+    "brier": "Brier",
+    "val_nll": "validation NLL",
+    "chosen": "chosen",
+}
+
 
 @dataclass
 class Evaluation:
