@@ -242,6 +242,22 @@ def test_sampled_curvature_is_unbiased_over_positions(layout):
     assert error < 0.08
 
 
+def test_many_positions_need_no_square_of_them():
+    """131,072 outputs an example: their square would take 64 GiB."""
+    model = nn.Conv2d(1, 2, 1)
+    x = torch.randn(2, 1, 256, 256)
+    la = ELLALaplace(
+        model,
+        "classification",
+        output_layout="channels_first",
+        subsample_size=5,  # more than examples: outputs are drawn for each
+        n_eigenvalues=2,
+    )
+    la.fit(loader(x, (x[:, 0] > 0).long()))
+    probs = la(x[:1])
+    close(probs.sum(1), torch.ones(1, 256, 256), 1e-5)
+
+
 def test_early_stopping_counts_examples():
     """The restored posterior is that of the first examples, not positions."""
     model, x, y, _ = problem("channels_first", "classification")
