@@ -57,6 +57,10 @@ class SubspacePosterior:
     complement: Complement = Complement.DROP
     grams: list[torch.Tensor] = field(default_factory=list, repr=False)
 
+    @property
+    def rank(self) -> int:
+        return self.basis.rank
+
     # Variants, each a new posterior
 
     def with_(self, **changes: object) -> SubspacePosterior:
@@ -166,7 +170,7 @@ class SubspacePosterior:
                 return 2 * lowrank.cholesky(matrix).diagonal().log().cumsum(0)
 
             return log_dets(self.precision) - log_dets(self.prior_on_subspace)
-        ranks = range(1, self.basis.rank + 1)
+        ranks = range(1, self.rank + 1)
         return torch.stack([self.truncate(k).log_det_ratio for k in ranks])
 
     def square_norm(self, delta: torch.Tensor) -> torch.Tensor:
@@ -182,7 +186,7 @@ class SubspacePosterior:
     def dimension(self) -> int:
         """Dimension of the space the posterior has a density on."""
         drop = self.complement is Complement.DROP
-        return self.basis.rank if drop else sum(self.numels)
+        return self.rank if drop else sum(self.numels)
 
     # Function space
 
@@ -190,6 +194,16 @@ class SubspacePosterior:
     def needs_kernel(self) -> bool:
         """Whether predictions need J(x)D⁻¹J(x)ᵀ besides the features."""
         return self.complement is Complement.PRIOR
+
+    @staticmethod
+    def check_kernel(kernel: torch.Tensor | None) -> torch.Tensor:
+        """The kernel, if it came with the features."""
+        if kernel is None:
+            raise ValueError(
+                "complement='prior' needs the kernel J(x)J(x)ᵀ besides the features; "
+                "make the cache with this posterior, after setting the complement."
+            )
+        return kernel
 
     def kernel_weights(self) -> torch.Tensor | None:
         """Weights w `(P,)` in J(x)diag(w)J(x)ᵀ and in J(x)diag(w)V.
@@ -233,11 +247,7 @@ class SubspacePosterior:
         self, phi: torch.Tensor, kernel: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A = ψT^{-1/2} and J D^{-1/2}(I − QQᵀ)D^{-1/2}Jᵀ, with ψ = J D⁻¹ V R⁻¹."""
-        if kernel is None:
-            raise ValueError(
-                "complement='prior' needs the kernel J(x)J(x)ᵀ besides the features; "
-                "make the cache with this posterior, after setting the complement."
-            )
+        kernel = self.check_kernel(kernel)
         R_inv, T_root = self._whitened_roots
         if self.is_scalar:
             phi, kernel = phi / self.prior.to(phi), kernel / self.prior.to(kernel)

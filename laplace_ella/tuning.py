@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 
 from laplace_ella import predictive
 from laplace_ella._batch import split_batch
+from laplace_ella._eigenbasis import EigenPosterior, turn
 from laplace_ella._errors import BorderWarning
 from laplace_ella.cache import FeatureCache
 from laplace_ella.likelihood import Family
@@ -165,17 +166,32 @@ class Validator:
             la._fresh_generator,
         )
 
-    def __call__(self, posterior: SubspacePosterior) -> float:
+    def for_scalars(
+        self, posterior: SubspacePosterior
+    ) -> tuple[SubspacePosterior | EigenPosterior, Validator]:
+        """Posterior and validator with which other factors and priors are cheap.
+
+        They stay as they are with a prior that is not scalar, and where the outputs
+        outnumber the directions: there the links cost most, the turned features would
+        be a large copy, and Monte-Carlo samples would differ from those of predictions.
+        """
+        n_outputs, rank = self.cache.phi.shape[1], posterior.rank
+        if not posterior.is_scalar or rank <= n_outputs:
+            return posterior, self
+        turned, cache = turn(posterior, self.cache)
+        return turned, replace(self, cache=cache)
+
+    def __call__(self, posterior: SubspacePosterior | EigenPosterior) -> float:
         """The loss to minimise; infinite where it is undefined."""
         return _never_best(self.score(posterior))
 
     @torch.no_grad()
-    def score(self, posterior: SubspacePosterior) -> float:
+    def score(self, posterior: SubspacePosterior | EigenPosterior) -> float:
         """The loss as it is."""
         generator = self.fresh_generator()
 
         def predictions() -> Iterator[tuple[Any, torch.Tensor]]:
-            for part in self.cache.truncate(posterior.basis.rank).batches():
+            for part in self.cache.truncate(posterior.rank).batches():
                 values = posterior.function_values(part.f_mu, part.phi, part.kernel)
                 if self.family.is_regression:
                     yield (values.mean, values.covariance()), part.targets
@@ -214,9 +230,10 @@ def search_prior(
     progress_bar: bool = False,
 ) -> torch.Tensor:
     """The scalar prior precision of the grid with the lowest validation loss."""
+    posterior, validator = validator.for_scalars(posterior)
 
     def loss(prior: torch.Tensor) -> float:
-        return validator(posterior.with_(prior=prior.reshape(1).to(posterior.H)))
+        return validator(posterior.with_(prior=prior.reshape(1).to(posterior.prior)))
 
     return _argmin(grid, loss, progress_bar)
 
@@ -281,6 +298,7 @@ def search_temperature(
 
     A coarse logarithmic grid brackets the minimum, Brent's method refines it.
     """
+    posterior, validator = validator.for_scalars(posterior)
 
     def loss(log_t: float) -> float:
         return validator(posterior.with_(factor=posterior.factor / 10**log_t))
@@ -304,10 +322,11 @@ def search_temperature_and_prior(
     log_prior_range: tuple[float, float],
 ) -> tuple[float, float]:
     """Factor t and scalar prior precision together: a coarse grid, then a simplex."""
+    posterior, validator = validator.for_scalars(posterior)
 
     def loss(point: np.ndarray) -> float:
         log_t, log_prior = point
-        prior = torch.full_like(posterior.H[0, :1], 10**log_prior)
+        prior = torch.full_like(posterior.prior, 10**log_prior)
         factor = posterior.factor / 10**log_t
         return validator(posterior.with_(factor=factor, prior=prior))
 

@@ -9,6 +9,8 @@ from laplace import FullLaplace
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureCache
+from laplace_ella._eigenbasis import EigenPosterior
+from laplace_ella.tuning import Validator
 from tests import dense
 from tests.cases import PRIORS, Case, make, mlp, priors
 from tests.fitting import assert_close, fit
@@ -218,6 +220,30 @@ def test_finds_the_minimum_for_every_link(link):
     la.temperature = 1.0
     la.optimize_temperature(loader, **options)
     assert loss(la.temperature) <= values.min() + 2e-6
+
+
+@pytest.mark.parametrize("link", ["mc", "probit", "bridge"])
+@pytest.mark.parametrize("complement", ["drop", "prior"])
+@pytest.mark.parametrize("rank", [2, 9])
+def test_searches_see_the_loss_of_predictions(rank, complement, link):
+    """For any factor and prior, also in the eigenbasis of the curvature."""
+    case = problem("classification")
+    la = fit(case, n_eigenvalues=rank, complement=complement)
+    loader = validation(case)
+    y = loader.dataset.tensors[1]
+    validator = Validator.for_laplace(la, loader, link_approx=link, n_samples=32)
+    posterior, cheap = validator.for_scalars(la.posterior)
+    assert isinstance(posterior, EigenPosterior) == (rank > 3)
+    cache = FeatureCache.from_loader(la, loader)
+    for temperature, prior in ((1.0, 1.0), (0.05, 30.0), (40.0, 0.02)):
+        candidate = posterior.with_(
+            factor=posterior.factor / temperature, prior=torch.tensor([prior])
+        )
+        la.temperature, la.prior_precision = temperature, prior
+        probs = la.predict_from_features(
+            cache.f_mu, cache.phi, cache.kernel, link_approx=link, n_samples=32
+        )
+        assert cheap(candidate) == pytest.approx(nll(case, probs, y, None), rel=1e-9)
 
 
 @pytest.mark.parametrize("rank", [5, 20])
