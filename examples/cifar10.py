@@ -26,6 +26,7 @@ Interrupt and start again at will: features, predictions and rows are kept.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ import torch
 from common import ella, facts, figures, runs
 from common.all_layers import AllLayers, Sizes, attempts
 from common.cifar import PAPER_PRIOR, Cifar
+from common.data import Images
 from common.ella import Setting
 from common.evaluation import COLUMNS, Evaluation
 from common.last_layer import LastLayer
@@ -41,13 +43,17 @@ from common.models import CIFAR_RESNETS, CIFAR_TRAIN_SIZE
 from common.protocols import PROTOCOLS, TITLES, Fold, Outcome
 from common.spread import spread, with_errors
 
-from laplace_ella import metrics
+from laplace_ella import FeatureCache, metrics
 
 LINKS = ("mc", "probit")
+
+#: 64 embeddings and a bias for each of 10 classes.
+CIFAR_HEAD_WEIGHTS = 650
 
 #: Links of methods that have none.
 NO_LINK = "–"
 
+SCORES = {k: COLUMNS[k] for k in ("nll", "ece", "accuracy", "brier")}
 SPREAD_COLUMNS = {k: COLUMNS[k] for k in list(COLUMNS)[:6]}
 
 LAST_LAYER = {"evidence": "prior by evidence", "both": "tempered, prior chosen"}
@@ -87,8 +93,7 @@ def run_last_layer(
     last: LastLayer, structure: str, search: str, link: str, fold: Fold
 ) -> Outcome:
     """The same for a Laplace posterior of the last layer."""
-    positions = fold.choose[: ella.N_SEARCH["small"]]
-    x, y = last.embeddings[fold.where][positions], last.targets[fold.where][positions]
+    x, y = (data[fold.where][fold.choose] for data in (last.embeddings, last.targets))
     chosen = last.choose(structure, search, link, x, y)
     val_nll = metrics.nll(last.predict(structure, x, link, chosen), y)
     test = last.embeddings["test"][fold.predict]
@@ -164,17 +169,66 @@ def last_layer_methods(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
 def ella_methods(
     args: Any, evaluation: Evaluation, setup: Cifar, ranks: list[int]
 ) -> None:
-    settings = ella_settings(ranks, args.smoke)
-    keys = expected_rows(args, [str(s) for s in settings])
+    def load() -> tuple[ella.Study, dict[str, FeatureCache]]:
+        features = {w: setup.features(w) for w in ("validation", "test")}
+        return ella.Study(setup.la, setup.features("fit")), features
+
+    add_settings(args, evaluation, ella_settings(ranks, args.smoke), load)
+
+
+def last_layer_ella(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
+    """ELLA of the last layer: all its directions, and as few as of the network."""
+    head = setup.model.linear
+    rank, full = last_layer_ella_ranks(args)
+    settings = [Setting(rank, "both"), Setting(full, "both")]
+    if not args.smoke:
+        settings += [Setting(rank, "both", "prior"), Setting(full, "evidence")]
+
+    def load() -> tuple[ella.Study, dict[str, FeatureCache]]:
+        images = {"validation": setup.validation, "test": setup.test}
+        train = setup.train[: args.n_fit] if args.smoke else setup.train
+        embedded = {
+            which: Images(setup.embeddings(name, part), part.y)
+            for which, name, part in (
+                ("fit", "train", train),
+                *((w, w, part) for w, part in images.items()),
+            )
+        }
+        return ella.last_layer_study(
+            head,
+            embedded,
+            setup.folder,
+            n_eigenvalues=full,
+            subsample_size=args.subsample_size,
+            prior_precision=PAPER_PRIOR,
+        )
+
+    add_settings(args, evaluation, settings, load, "last-layer ")
+
+
+def last_layer_ella_ranks(args: Any) -> tuple[int, int]:
+    """The first of --ranks, and as many as the last layer has weights."""
+    return args.ranks[0], min(CIFAR_HEAD_WEIGHTS, args.subsample_size)
+
+
+def add_settings(
+    args: Any,
+    evaluation: Evaluation,
+    settings: list[Setting],
+    load: Callable[[], tuple[ella.Study, dict[str, FeatureCache]]],
+    prefix: str = "",
+) -> None:
+    """Rows of ELLA's settings, with the study and features that `load` gives."""
+    names = {f"{prefix}{setting}": setting for setting in settings}
+    keys = expected_rows(args, list(names))
     if all(key in evaluation.results.rows for key in keys):
         return
-    features = {w: setup.features(w) for w in ("validation", "test")}
-    study = ella.Study(setup.la, setup.features("fit"))
+    study, features = load()
     evaluation.results.expect(keys)
-    for setting in settings:
+    for name, setting in names.items():
         for link in args.links:
             evaluation.add(
-                str(setting),
+                name,
                 link,
                 lambda fold, s=setting, li=link: ella.on_fold(
                     study, s, li, fold, features, PAPER_PRIOR, CIFAR_TRAIN_SIZE
@@ -446,11 +500,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     evaluation = make_evaluation(args, setup, name)
     simple_methods(evaluation, setup)
     last_layer_methods(args, evaluation, setup)
+    last_layer_ella(args, evaluation, setup)
     ella_methods(args, evaluation, setup, args.ranks)
     rows = [r for r in evaluation.results.rows.values() if "rows" not in r]
     rows += evaluation.best("ELLA") + evaluation.best("last layer")
     runs.write_csv(args.out / f"{name}.csv", rows)
     write_tables(args.out / f"{name}.md", rows, COLUMNS)
+    write_summary(args.out / f"{name}_summary.md", rows, args)
     write_facts(args.out / f"{name}_facts.md", args, evaluation, setup)
     plot_reliability(args.out / f"{name}_reliability.png", evaluation, args)
     runs.write_environment(args.out / f"{name}_environment.json", args)
@@ -468,6 +524,46 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         )
         write_tables(args.out / f"{name}_seeds.md", words, SPREAD_COLUMNS, note)
     return rows
+
+
+def summary(rows: list[dict[str, Any]], args: Any) -> list[dict[str, Any]]:
+    """The main methods with the link that suits them, both protocols in one row."""
+    first, last = args.ranks[0], args.ranks[-1]
+    head = last_layer_ella_ranks(args)[-1]
+    wanted = [
+        ("MAP", NO_LINK),
+        ("temperature scaling", NO_LINK),
+        (last_layer_name("full", "evidence"), "probit"),
+        (last_layer_name("full", "both"), "probit"),
+        (f"last-layer {Setting(head, 'both')}", "probit"),
+        (str(Setting(first, "none")), "mc"),
+        (str(Setting(first, "stop")), "mc"),
+        (str(Setting(first, "temperature")), "mc"),
+        (str(Setting(last, "prior")), "mc"),
+        (str(Setting(first, "both", "prior")), "mc"),
+        (str(Setting(last, "both", "prior")), "mc"),
+        ("best last layer on validation", "chosen"),
+        ("best ELLA on validation", "chosen"),
+    ]
+    found = {(r["method"], r["link"], r["protocol"]): r for r in rows}
+    table = []
+    for method, link in wanted:
+        row = {"method": method, "link": link}
+        for protocol in args.protocols:
+            scores = found.get((method, link, protocol))
+            for key in SCORES if scores else ():
+                row[f"{key} {protocol}"] = scores[key]
+        if len(row) > 2:
+            table.append(row)
+    return table
+
+
+def write_summary(path: Path, rows: list[dict[str, Any]], args: Any) -> None:
+    columns = {"method": "method", "link": "link"}
+    for protocol in args.protocols:
+        for key, title in SCORES.items():
+            columns[f"{key} {protocol}"] = f"{title}, {protocol}"
+    path.write_text(runs.markdown(summary(rows, args), columns, {}))
 
 
 def write_attempts(args: Any, evaluation: Evaluation, setup: Cifar) -> None:

@@ -54,6 +54,12 @@ def load_images(args: Any) -> dict[str, Images]:
     }
 
 
+def prior_precision(model: str) -> float:
+    """The paper's prior, from the weight decay of training."""
+    decay = WEIGHT_DECAY.get(model, 1e-4)
+    return prior_precision_from_weight_decay(decay, TRAIN_SIZE)
+
+
 class Times:
     """CPU seconds of the stages, kept with the features that they made."""
 
@@ -78,7 +84,7 @@ class Times:
 
 def all_layers(
     args: Any, model: nn.Module, images: dict[str, Images], folder: Path, times: Times
-) -> tuple[Any, dict[str, FeatureCache]]:
+) -> tuple[ella.Study, dict[str, FeatureCache]]:
     """ELLA of the whole network, and features."""
     sample = images["test"].x[:8]
     ella.forward(model, sample[:2])  # the first call sets things up
@@ -91,9 +97,6 @@ def all_layers(
         f"take about {minutes:.0f} min ({2 * args.rank + 1} forward passes each)",
         flush=True,
     )
-    prior = prior_precision_from_weight_decay(
-        WEIGHT_DECAY.get(args.model, 1e-4), TRAIN_SIZE
-    )
     la = times.measure(
         "basis",
         lambda: ella.fit_basis(
@@ -103,7 +106,7 @@ def all_layers(
             n_eigenvalues=args.rank,
             subsample_size=args.subsample_size,
             seed=args.seed,
-            prior_precision=prior,
+            prior_precision=prior_precision(args.model),
             batch_size=2 if args.smoke else 10,
         ),
     )
@@ -116,40 +119,31 @@ def all_layers(
         )
         for which, part in images.items()
     }
-    return la, features
+    return ella.Study(la, features["fit"]), features
 
 
 def last_layer(
     args: Any, model: nn.Module, images: dict[str, Images], folder: Path, times: Times
-) -> tuple[Any, dict[str, FeatureCache]]:
-    """ELLA of the last layer: a linear network on the embeddings."""
+) -> tuple[ella.Study, dict[str, FeatureCache]]:
+    """ELLA of the last layer, and features."""
     head = models.last_layer(model)
     embedded = {
         which: Images(embed(model, head, part.x), part.y)
         for which, part in images.items()
     }
-    prior = prior_precision_from_weight_decay(
-        WEIGHT_DECAY.get(args.model, 1e-4), TRAIN_SIZE
-    )
-    la = times.measure(
-        "basis of the last layer",
-        lambda: ella.fit_basis(
+    return times.measure(
+        "last layer, basis and features",
+        lambda: ella.last_layer_study(
             head,
-            embedded["fit"],
-            folder / "last_layer.pt",
+            embedded,
+            folder,
+            kernel=False,
             n_eigenvalues=args.rank,
             subsample_size=args.subsample_size,
             seed=args.seed,
-            prior_precision=prior,
+            prior_precision=prior_precision(args.model),
         ),
     )
-    features = {
-        which: ella.cached_features(
-            la, part, folder / f"last_layer_{which}", kernel=False, shard=100
-        )
-        for which, part in embedded.items()
-    }
-    return la, features
 
 
 def embed(model: nn.Module, head: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -179,12 +173,11 @@ def simple_methods(evaluation: Evaluation, test: FeatureCache) -> None:
 def ella_methods(
     args: Any,
     evaluation: Evaluation,
-    la: Any,
+    study: ella.Study,
     features: dict[str, FeatureCache],
     prefix: str = "",
 ) -> None:
-    study = ella.Study(la, features["fit"])
-    prior = float(la.prior_precision)
+    prior = prior_precision(args.model)
     settings = [Setting(args.rank, s) for s in (("stop",) if args.smoke else SEARCHES)]
     evaluation.results.expect(
         f"halves | {prefix}{s} | {link}" for s in settings for link in LINKS
@@ -221,14 +214,14 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     keep = ("model", "subsample_size", "rank", "n_fit", "n_test", "seed")
     settings = {k: getattr(args, k) for k in keep}
     results = runs.Results(args.out / f"{args.model}.json", settings)
-    la, features = all_layers(args, model, images, folder, times)
+    study, features = all_layers(args, model, images, folder, times)
     targets = {"validation": images["test"].y[:0], "test": images["test"].y}
     predictions = folder / f"predictions_{args.n_fit}_{args.n_test}"
     evaluation = Evaluation(results, predictions, targets, ["halves"])
     simple_methods(evaluation, features["test"])
-    ella_methods(args, evaluation, la, features)
-    la, features = last_layer(args, model, images, folder, times)
-    ella_methods(args, evaluation, la, features, "last layer, ")
+    ella_methods(args, evaluation, study, features)
+    study, features = last_layer(args, model, images, folder, times)
+    ella_methods(args, evaluation, study, features, "last layer, ")
     rows = list(results.rows.values())
     rows += evaluation.best("ELLA") + evaluation.best("last layer")
     runs.write_csv(args.out / f"{args.model}.csv", rows)

@@ -50,7 +50,7 @@ def written(folder):
 def test_cifar10(run, tmp_path, capsys):
     options = ("--seeds", "0", "1")
     rows = run("cifar10", *options)
-    names = {"", "_all_layers", "_facts", "_seeds", "_subset"}
+    names = {"", "_all_layers", "_facts", "_seeds", "_subset", "_summary"}
     assert {f"resnet20{name}.md" for name in names} <= written(tmp_path)
     assert {"resnet20.csv", "resnet20_reliability.png"} <= written(tmp_path)
     assert "±" in (tmp_path / "resnet20_seeds.md").read_text()
@@ -58,6 +58,7 @@ def test_cifar10(run, tmp_path, capsys):
     assert "laplace-torch's ELLA, tempered" in subset
     methods = {row["method"] for row in rows}
     assert {"MAP", "temperature scaling", "ELLA K=4, early stopping"} <= methods
+    assert "last-layer ELLA K=16, tempered, prior chosen" in methods
     assert all(0 <= row["accuracy"] <= 1 and row["nll"] > 0 for row in rows)
     assert {row["protocol"] for row in rows} == {"train", "halves"}
     capsys.readouterr()

@@ -19,9 +19,6 @@ from laplace_ella import EarlyStopping, ELLALaplace, FeatureCache, metrics
 #: Images in one file of features: what an interruption can lose.
 SHARD = 500
 
-#: Images on which one search is made, for small and for large ranks.
-N_SEARCH = {"small": 2000, "large": 1000}
-
 
 def fit_basis(
     model: nn.Module,
@@ -208,6 +205,26 @@ class Study:
         raise AssertionError("the checkpoints never end")
 
 
+def last_layer_study(
+    head: nn.Linear,
+    embedded: dict[str, Images],
+    folder: Path,
+    *,
+    kernel: bool = True,
+    **settings: Any,
+) -> tuple[Study, dict[str, FeatureCache]]:
+    """ELLA of the last layer, a linear network on the embeddings, and features.
+
+    `embedded` holds what the last layer sees of the images to 'fit', and of others.
+    """
+    la = fit_basis(head, embedded["fit"], folder / "last_layer.pt", **settings)
+    features = {
+        which: cached_features(la, part, folder / f"last_layer_{which}", kernel=kernel)
+        for which, part in embedded.items()
+    }
+    return Study(la, features["fit"]), features
+
+
 @dataclass(frozen=True)
 class Setting:
     """One way to use ELLA.
@@ -285,8 +302,7 @@ def on_fold(
     n_train: int,
 ) -> Outcome:
     """Choose on the fold's validation images, predict its test images."""
-    size = N_SEARCH["small" if setting.rank <= 128 else "large"]
-    chosen_on = features[fold.where][fold.choose[:size]]
+    chosen_on = features[fold.where][fold.choose]
     la, chosen = choose(study, setting, link, chosen_on, prior_precision, n_train)
     val_nll = metrics.nll(predict(la, chosen_on, link), chosen_on.targets)
     probs = predict(la, features["test"][fold.predict], link)
