@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from laplace.baselaplace import BaseLaplace
 from laplace.utils.enums import Likelihood
@@ -14,7 +15,14 @@ from laplace_ella._checks import check_positive
 from laplace_ella.layout import Positions
 from laplace_ella.likelihood import Family
 
-__all__ = ["Observing"]
+__all__ = ["Observing", "from_numpy"]
+
+
+def from_numpy(value: Any) -> Any:
+    """Numpy arrays, which Laplace refuses, as a number or a tensor."""
+    if not isinstance(value, np.ndarray):
+        return value
+    return value.item() if value.size == 1 else torch.as_tensor(value)
 
 
 class Observing:
@@ -62,7 +70,8 @@ class Observing:
         return self._sigma_noise
 
     @sigma_noise.setter
-    def sigma_noise(self, sigma_noise: float | torch.Tensor) -> None:
+    def sigma_noise(self, sigma_noise: float | torch.Tensor | np.ndarray) -> None:
+        sigma_noise = from_numpy(sigma_noise)
         several = isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() != 1
         if several and (sigma_noise.ndim != 1 or not sigma_noise.numel()):
             raise ValueError(

@@ -26,7 +26,7 @@ from laplace_ella._errors import NotFittedError
 from laplace_ella._evidence import Evidence
 from laplace_ella._fit import Fitting
 from laplace_ella._functional import ModelFunction, matching_names, unwrap
-from laplace_ella._observe import Observing
+from laplace_ella._observe import Observing, from_numpy
 from laplace_ella._predict import Predicting
 from laplace_ella._preserve import evaluation_mode, random_states
 from laplace_ella._tune import Tuning
@@ -213,6 +213,7 @@ enable_backprop, dict_key_x, dict_key_y
         self.output_layout = member(OutputLayout, "output_layout", output_layout)
         self.multi_label = multi_label
         names = self._laplace_parameters(model, params)
+        sigma_noise = from_numpy(sigma_noise)
         several = isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() != 1
         super().__init__(
             model,

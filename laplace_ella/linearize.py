@@ -181,10 +181,12 @@ class Linearizer:
         self, x: Any, create_graph: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs (B, C) and J(x) (B, C, P); memory of B·C·P, for small batches."""
+        size = batch_size(x, self.dict_key_x)
+        if not size:
+            return self._nothing(), self._nothing(sum(self.fn.numels()))
         self._mind_autocast()
         if self.jacobian_mode is None:
             self._choose_jacobian_mode(x)
-        size = batch_size(x, self.dict_key_x)
         with differentiable_kernels():
             if self.jacobian_mode is RowMode.LOOP:
                 return jacobian_by_loop(self.fn, x, size, create_graph)
@@ -252,10 +254,12 @@ class Linearizer:
         `n_outputs` must be set. Directions that live on another device are fetched in
         blocks.
         """
+        size = batch_size(x, self.dict_key_x)
+        if not size:
+            return self._nothing(), self._nothing(len(directions))
         self._mind_autocast()
         if self.feature_mode is None:
             self.choose_feature_mode(x, directions)
-        size = batch_size(x, self.dict_key_x)
         blocks = [directions]
         if directions.device != self.device:
             blocks = directions.split(OFFLOADED_BLOCK)
@@ -281,6 +285,12 @@ class Linearizer:
             columns.append(phi)
         return f, columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
 
+    def _nothing(self, *shape: int) -> torch.Tensor:
+        """Outputs of no example `(0, C, *shape)`, without asking the model."""
+        return torch.zeros(
+            0, self.n_outputs, *shape, device=self.device, dtype=row_dtype(self.fn)
+        )
+
     def features_and_kernel(
         self,
         x: Any,
@@ -295,6 +305,9 @@ class Linearizer:
         where only kernels within groups of c outputs are wanted, (·, c, c).
         """
         size = batch_size(x, self.dict_key_x)
+        if not size:
+            f, J = self.jacobian(x)
+            return f, self._nothing(len(directions)), group(J) @ group(J).mT
         V = directions.T.to(self.device, row_dtype(self.fn))  # once, not a chunk
         parts = []
         for part in chunks(

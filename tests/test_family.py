@@ -3,8 +3,10 @@
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
+from laplace import FullLaplace
 from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch.distributions import Categorical, Normal
 from torch.nn.utils import parameters_to_vector
@@ -64,7 +66,9 @@ def test_positional_order_is_that_of_the_base():
 
 @flavours
 @pytest.mark.parametrize(
-    "noise", [1.2, torch.tensor(1.2), torch.tensor([1.2])], ids=["float", "0d", "1d"]
+    "noise",
+    [1.2, torch.tensor(1.2), torch.tensor([1.2]), np.array(1.2)],
+    ids=["float", "0d", "1d", "numpy"],
 )
 def test_noise(cls, noise):
     """The noise is a float or a scalar tensor, for regression alone."""
@@ -72,6 +76,17 @@ def test_noise(cls, noise):
     assert la.sigma_noise.item() == pytest.approx(1.2)
     with pytest.raises(ValueError):
         cls(mlp(3, 4, 2), "classification", sigma_noise=noise)
+
+
+@flavours
+def test_noise_of_each_output_by_numpy(cls):
+    """Arrays serve as tensors do, in the model's dtype."""
+    la = cls(mlp(3, 4, 2), "regression", sigma_noise=np.array([0.1, 0.2]))
+    assert_close(la.sigma_noise, torch.tensor([0.1, 0.2]))
+    la.sigma_noise = np.array([0.3, 0.4])
+    assert_close(la.sigma_noise, torch.tensor([0.3, 0.4]))
+    with pytest.raises(ValueError, match="one number an output"):
+        la.sigma_noise = np.ones((2, 2))
 
 
 @flavours
@@ -248,6 +263,35 @@ def test_regression_shapes(cls):
     assert (f_mu.shape, f_var.shape) == ((21,), (21, 21))
     f_mu, f_var = la(case.x_test, pred_type="nn", link_approx="mc", n_samples=10)
     assert f_mu.shape == f_var.shape == (7, 3)
+
+
+@flavours
+@both
+@pytest.mark.parametrize("complement", ["drop", "prior"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"joint": True},
+        {"diagonal_output": True},
+        {"link_approx": "mc"},
+        {"link_approx": "bridge"},
+        {"pred_type": "nn", "link_approx": "mc"},
+    ],
+    ids=str,
+)
+def test_no_inputs(cls, name, complement, options):
+    """An empty batch has empty predictions, of the shapes that `FullLaplace` gives."""
+    case = make(name)
+    full = FullLaplace(case.model, case.likelihood)
+    full.fit(case.loader())
+    nothing = case.x_test[:0]
+    la = fit(case, cls, complement=complement)
+    expected, found = full(nothing, **options), la(nothing, **options)
+    if isinstance(expected, torch.Tensor):
+        expected, found = (expected,), (found,)
+    assert [t.shape for t in found] == [t.shape for t in expected]
+    assert la.functional_samples(nothing, n_samples=4).shape == (4, 0, 3)
 
 
 @flavours
