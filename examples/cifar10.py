@@ -47,6 +47,9 @@ from laplace_ella import FeatureCache, metrics
 
 LINKS = ("mc", "probit")
 
+#: ELLA of the whole network and of its last layer.
+EITHER = "ELLA or last-layer ELLA"
+
 #: 64 embeddings and a bias for each of 10 classes.
 CIFAR_HEAD_WEIGHTS = 650
 
@@ -236,6 +239,16 @@ def add_settings(
             )
 
 
+def best_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """What would be used of each family, by validation NLL."""
+    either = ("ELLA", "last-layer ELLA")
+    return [
+        *evaluation.best("last layer"),
+        *evaluation.best("ELLA"),
+        *evaluation.best(EITHER, prefixes=either),
+    ]
+
+
 # --- seeds ----------------------------------------------------------------------------
 
 
@@ -374,10 +387,9 @@ def reference_rows(
     evaluation: Evaluation, targets: torch.Tensor
 ) -> list[dict[str, Any]]:
     """Rows of the whole table, scored on its first images."""
-    best = [r for f in ("ELLA", "last layer") for r in evaluation.best(f)]
     wanted = [
         r
-        for r in [*evaluation.results.rows.values(), *best]
+        for r in [*evaluation.results.rows.values(), *best_rows(evaluation)]
         if "nll" in r and (r["link"] in (NO_LINK, "chosen") or is_main(r["method"]))
     ]
     rows = []
@@ -414,6 +426,7 @@ def paired(
 ) -> list[dict[str, Any]]:
     """Differences between the main methods on the same images."""
     names = [
+        (f"best {EITHER} on validation", "chosen"),
         ("best ELLA on validation", "chosen"),
         (str(Setting(rank, "stop")), link),
         ("best last layer on validation", "chosen"),
@@ -503,7 +516,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     last_layer_ella(args, evaluation, setup)
     ella_methods(args, evaluation, setup, args.ranks)
     rows = [r for r in evaluation.results.rows.values() if "rows" not in r]
-    rows += evaluation.best("ELLA") + evaluation.best("last layer")
+    rows += best_rows(evaluation)
     runs.write_csv(args.out / f"{name}.csv", rows)
     write_tables(args.out / f"{name}.md", rows, COLUMNS)
     write_summary(args.out / f"{name}_summary.md", rows, args)
@@ -544,6 +557,7 @@ def summary(rows: list[dict[str, Any]], args: Any) -> list[dict[str, Any]]:
         (str(Setting(last, "both", "prior")), "mc"),
         ("best last layer on validation", "chosen"),
         ("best ELLA on validation", "chosen"),
+        (f"best {EITHER} on validation", "chosen"),
     ]
     found = {(r["method"], r["link"], r["protocol"]): r for r in rows}
     table = []

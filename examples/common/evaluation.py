@@ -94,10 +94,14 @@ class Evaluation:
         return torch.load(path, weights_only=True) if path.exists() else None
 
     def best(
-        self, family: str, among: set[tuple[str, str]] | None = None
+        self,
+        family: str,
+        among: set[tuple[str, str]] | None = None,
+        prefixes: tuple[str, ...] = (),
     ) -> list[dict[str, Any]]:
         """The setting of a family with the lowest validation NLL, fold by fold.
 
+        Methods belong to it if they begin with its name, or with one of `prefixes`.
         `among` restricts it to some methods and links.
         """
         rows = []
@@ -106,7 +110,7 @@ class Evaluation:
                 r
                 for r in self.results.rows.values()
                 if r.get("protocol") == protocol
-                and r["method"].startswith(family)
+                and r["method"].startswith(prefixes or family)
                 and (among is None or (r["method"], r["link"]) in among)
             ]
             if not candidates:
