@@ -314,11 +314,15 @@ def plot_stopping(path: Path, rows: list[dict[str, Any]]) -> None:
     """NLL against K, a curve for each way to choose."""
     plt = figures.pyplot()
     mine = [r for r in rows if r["study"] == "stopping"]
+    base = next((r["nll"] for r in rows if r["study"] == "MAP"), None)
     figure, axis = plt.subplots(figsize=(5.5, 4.5))
     for method in dict.fromkeys(r["method"] for r in mine):
         curve = sorted((r["K"], r["nll"]) for r in mine if r["method"] == method)
         axis.plot(*zip(*curve, strict=True), "o-", markersize=4, label=method)
     axis.set(xscale="log", xlabel="K", ylabel="test NLL")
+    if base is not None:  # what is worse than the network may leave the figure
+        axis.axhline(base, color="black", linestyle=":", label="MAP")
+        axis.set_ylim(top=1.1 * base)
     ranks = sorted({r["K"] for r in mine})
     axis.set_xticks(ranks, [str(k) for k in ranks])
     axis.minorticks_off()

@@ -202,6 +202,8 @@ class Tuning:
                 f"rank={rank} exceeds the fitted rank {self.rank}; fit again with "
                 f"n_eigenvalues={rank}."
             )
+        if rank < self.rank:
+            self._linearizer.feature_mode = None  # the fastest one depends on K
         self._set_basis(self.basis.truncate(rank))
         self.H = self.H[..., :rank, :rank]
 

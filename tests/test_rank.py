@@ -213,6 +213,26 @@ def test_truncate_twice():
     assert_close(la.H, other.H, rtol=0, atol=0)
 
 
+def test_truncate_looks_for_the_fastest_features_again():
+    """What is fastest for K directions need not be for fewer."""
+    case = make(CLASSIFICATION)
+    la = separate(case, K)
+    ranks, original = [], la._linearizer.choose_feature_mode
+
+    def choose(x, directions):
+        ranks.append(len(directions))
+        original(x, directions)
+
+    la._linearizer.choose_feature_mode = choose
+    la(case.x_test)
+    la.truncate(K)  # as it is
+    la(case.x_test)
+    la.truncate(2)
+    la(case.x_test)
+    la(case.x_test)
+    assert ranks == [2]
+
+
 # --- the choice --------------------------------------------------------------------
 
 
