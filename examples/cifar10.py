@@ -103,15 +103,6 @@ def run_last_layer(
     return Outcome(last.predict(structure, test, link, chosen), val_nll, chosen)
 
 
-def run_scaling(logits: dict[str, Any], targets: dict[str, Any], fold: Fold) -> Outcome:
-    """Temperature scaling of the softmax (Guo et al. 2017)."""
-    f, y = logits[fold.where][fold.choose], targets[fold.where][fold.choose]
-    t = ella.scaling_temperature(f, y)
-    val_nll = metrics.nll((f / t).softmax(-1), y)
-    probs = (logits["test"][fold.predict] / t).softmax(-1)
-    return Outcome(probs, val_nll, {"T": t})
-
-
 # --- families of methods --------------------------------------------------------------
 
 
@@ -138,7 +129,7 @@ def simple_methods(evaluation: Evaluation, setup: Cifar) -> None:
     evaluation.add(
         "temperature scaling",
         NO_LINK,
-        lambda fold: run_scaling(logits, evaluation.targets, fold),
+        lambda fold: ella.scale_on_fold(logits, evaluation.targets, fold),
     )
 
 

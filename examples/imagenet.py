@@ -30,10 +30,10 @@ from common import ella, models, runs
 from common.data import Images, imagenet_sample, read_images
 from common.ella import Setting
 from common.evaluation import COLUMNS, Evaluation
-from common.protocols import Fold, Outcome
+from common.protocols import Outcome
 from torch import nn
 
-from laplace_ella import FeatureCache, metrics, prior_precision_from_weight_decay
+from laplace_ella import FeatureCache, prior_precision_from_weight_decay
 
 WEIGHT_DECAY = {"efficientnet_lite0": 1e-5}  # as published; torchvision's is 1e-4
 TRAIN_SIZE = 1_281_167
@@ -158,16 +158,15 @@ def embed(model: nn.Module, head: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def simple_methods(evaluation: Evaluation, test: FeatureCache) -> None:
-    def scaling(fold: Fold) -> Outcome:
-        f, y = test.f_mu[fold.choose], test.targets[fold.choose]
-        t = ella.scaling_temperature(f, y)
-        probs = (test.f_mu[fold.predict] / t).softmax(-1)
-        return Outcome(probs, metrics.nll((f / t).softmax(-1), y), {"T": t})
-
     evaluation.add(
         "MAP", "–", lambda fold: Outcome(test.f_mu[fold.predict].softmax(-1))
     )
-    evaluation.add("temperature scaling", "–", scaling)
+    logits = {"test": test.f_mu}
+    evaluation.add(
+        "temperature scaling",
+        "–",
+        lambda fold: ella.scale_on_fold(logits, evaluation.targets, fold),
+    )
 
 
 def ella_methods(

@@ -1,13 +1,16 @@
-"""Recognise a model by its tensors, so that a checkpoint need not contain it."""
+"""Recognise models and data by their tensors, so that files need not contain them."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["differences", "fingerprint"]
+__all__ = ["differences", "digest", "fingerprint"]
 
 
 def fingerprint(model: nn.Module) -> list[list[str]]:
@@ -16,7 +19,7 @@ def fingerprint(model: nn.Module) -> list[list[str]]:
     The same on every device; plain types only.
     """
     return [
-        [name, str(tuple(t.shape)), str(t.dtype), _digest(t)]
+        [name, str(tuple(t.shape)), str(t.dtype), digest(t)]
         for name, t in sorted(model.state_dict(keep_vars=True).items())
         if isinstance(t, torch.Tensor)
     ]
@@ -41,6 +44,13 @@ def differences(saved: list[list[str]], model: nn.Module) -> str | None:
     return "; ".join(sorted(found)[:3]) + more
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
+def digest(value: Any) -> str:
+    """Digest of a tensor, or of those in a batch."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().flatten()
+        return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
+    if isinstance(value, Mapping):
+        return json.dumps({str(k): digest(v) for k, v in value.items()})
+    if isinstance(value, (list, tuple)):
+        return json.dumps([digest(v) for v in value])
+    return repr(value)

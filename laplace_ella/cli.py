@@ -378,8 +378,8 @@ def _check_model(arguments: dict[str, Any]) -> list[str]:
     import copy
 
     from laplace_ella import _batch
+    from laplace_ella._loaders import split
     from laplace_ella._resources import available_memory, human_bytes
-    from laplace_ella._runner import split
     from laplace_ella.methods import describe_problem, estimate, resolve_methods
 
     model = copy.deepcopy(arguments["model"]).eval()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,9 +14,10 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from laplace_ella import _batch, metrics
-from laplace_ella._fingerprint import fingerprint
+from laplace_ella._loaders import reproducible, split
 from laplace_ella._preserve import evaluation_mode
 from laplace_ella._resources import Stopwatch, available_memory, human_bytes
+from laplace_ella._result_keys import base_key_of, method_key
 from laplace_ella._runner import (
     Fitted,
     NotRun,
@@ -26,8 +25,6 @@ from laplace_ella._runner import (
     Settings,
     fit_method,
     predict,
-    reproducible,
-    split,
     with_noise,
 )
 from laplace_ella.methods import (
@@ -164,7 +161,7 @@ def compare(
         if settings.is_regression and sigma_noise is None:
             noise = _residual_rmse(model, val_loader or train_loader, settings, device)
             settings = replace(settings, sigma_noise=noise)
-        base_key = _base_key(model, data, settings)
+        base_key = base_key_of(model, data.named(), settings)
 
     limit = max_memory
     if limit is None and (free := available_memory(device)) is not None:
@@ -225,6 +222,11 @@ class _Data:
     test: Any
     val: Any
     ood: dict[str, Any]
+
+    def named(self) -> dict[str, Any]:
+        """The loaders that there are."""
+        loaders = {"train": self.train, "test": self.test, "val": self.val, **self.ood}
+        return {name: loader for name, loader in loaders.items() if loader is not None}
 
 
 @dataclass
@@ -401,7 +403,7 @@ def _loop(
     interrupted = False
     with tqdm(jobs, disable=not progress, file=sys.stderr, unit="fit") as bar:
         for method, seed in bar:
-            key = _method_key(base_key, method)
+            key = method_key(base_key, method)
             cached = [known.get((key, link, seed)) for link in run.links(method)]
             if all(cached):
                 # The name is not part of the key: renaming a method keeps its results.
@@ -475,36 +477,3 @@ def _residual_rmse(
     rmse = metrics.rmse(means, torch.cat([y for _, y in pairs]).cpu())
     # A network that interpolates leaves nothing to call noise.
     return max(rmse, 1e-3)
-
-
-def _base_key(model: nn.Module, data: _Data, settings: Settings) -> str:
-    """Digest of everything but the method on which a result depends."""
-    # The list of links decides which rows there are; only the first, with which
-    # methods are tuned, changes numbers.
-    options = {**asdict(settings), "links": settings.links[0]}
-    parts = [fingerprint(model), options]
-    loaders = {"train": data.train, "test": data.test, "val": data.val, **data.ood}
-    for name, loader in loaders.items():
-        if loader is not None:
-            torch.manual_seed(0)
-            first = next(iter(loader), None)
-            parts.append([name, len(loader.dataset), _digest(first)])
-    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
-
-
-def _method_key(base_key: str, method: Method) -> str:
-    spec = {k: repr(v) for k, v in vars(method).items() if k not in ("name", "about")}
-    text = base_key + json.dumps(spec, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _digest(value: Any) -> str:
-    """Digest of the tensors in a batch."""
-    if isinstance(value, torch.Tensor):
-        raw = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-        return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
-    if isinstance(value, Mapping):
-        return json.dumps({str(k): _digest(v) for k, v in value.items()})
-    if isinstance(value, (list, tuple)):
-        return json.dumps([_digest(v) for v in value])
-    return repr(value)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import metrics, plotting
 from laplace_ella._errors import RankWarning
-from laplace_ella._runner import reproducible
+from laplace_ella._loaders import reproducible
 from laplace_ella.compare import compare
 from laplace_ella.report import Report
 

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from laplace_ella.report import Report, heading
+from laplace_ella._plot_style import (
+    COLOURS,
+    GREY,
+    HATCHES,
+    axis_label,
+    line_style,
+    new_axes,
+    numbers,
+    plain,
+)
+from laplace_ella.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,58 +40,6 @@ __all__ = [
     "plot_reliability",
     "plot_spectrum",
 ]
-
-#: Okabe and Ito (2008), the palest (yellow) left out.
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-)
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p")
-HATCHES = ("", "//", "..", "\\\\", "xx", "--", "oo")
-GREY = "0.45"
-
-
-def _new_axes(ax: Axes | None) -> Axes:
-    if ax is not None:
-        return ax
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            'Plots need matplotlib: pip install "laplace-ella[plots]"'
-        ) from error
-    return plt.subplots(figsize=(5, 3.6), layout="constrained")[1]
-
-
-def _style(i: int, every: int = 1) -> dict[str, Any]:
-    """Look of the i-th line; colours repeat after 7, dashes and markers do not align.
-
-    The marker stands on every `every`-th point.
-    """
-    return {
-        "color": COLOURS[i % len(COLOURS)],
-        "linestyle": DASHES[(i + i // len(COLOURS)) % len(DASHES)],
-        "marker": MARKERS[i % len(MARKERS)],
-        "markersize": 4,
-        "markevery": every,
-        "linewidth": 1.4,
-    }
-
-
-def _numbers(values: Any) -> list[float]:
-    """A flat list of floats from a tensor, an array or a sequence."""
-    return torch.as_tensor(values).detach().double().cpu().flatten().tolist()
-
-
-def _plain(ax: Axes) -> None:
-    ax.spines[["top", "right"]].set_visible(False)
-
 
 # --- 1-D regression ------------------------------------------------------------------
 
@@ -110,8 +68,8 @@ def plot_regression(
     widths : sequence of float
         half-widths of the bands in standard deviations
     """
-    ax = _new_axes(ax)
-    x, mean, std = (torch.tensor(_numbers(v)) for v in (x, mean, std))
+    ax = new_axes(ax)
+    x, mean, std = (torch.tensor(numbers(v)) for v in (x, mean, std))
     for i, width in enumerate(sorted(widths, reverse=True)):
         ax.fill_between(
             x.numpy(),
@@ -126,7 +84,7 @@ def plot_regression(
     if truth is not None:
         ax.plot(
             x.numpy(),
-            _numbers(truth),
+            numbers(truth),
             color="black",
             linestyle=(0, (4, 2)),
             linewidth=1.0,
@@ -134,8 +92,8 @@ def plot_regression(
         )
     if train is not None:
         ax.plot(
-            _numbers(train[0]),
-            _numbers(train[1]),
+            numbers(train[0]),
+            numbers(train[1]),
             linestyle="none",
             marker="o",
             markersize=4,
@@ -148,7 +106,7 @@ def plot_regression(
         ax.set_title(title)
     ax.set_xlabel("x")
     ax.set_ylabel("y")
-    _plain(ax)
+    plain(ax)
     return ax
 
 
@@ -176,12 +134,12 @@ def plot_reliability(
     min_count : int
         bins with fewer predictions are left out, as their accuracy is mostly noise
     """
-    ax = _new_axes(ax)
+    ax = new_axes(ax)
     ax.axhline(0.0, color=GREY, linewidth=1.0)
     for i, (label, curve) in enumerate(_curves(curves, "reliability", link).items()):
         bins = zip(curve["confidence"], curve["accuracy"], curve["count"], strict=True)
         points = [(c, a - c) for c, a, count in bins if count >= min_count]
-        ax.plot(*zip(*points, strict=True), label=label, **_style(i))
+        ax.plot(*zip(*points, strict=True), label=label, **line_style(i))
     ax.set_xlabel("confidence")
     ax.set_ylabel("accuracy − confidence")
     ax.annotate(
@@ -200,7 +158,7 @@ def plot_reliability(
         fontsize="small",
     )
     ax.legend(fontsize="small", frameon=False)
-    _plain(ax)
+    plain(ax)
     return ax
 
 
@@ -225,18 +183,21 @@ def plot_error_versus_confidence(
     side : {'below', 'above'}
         predictions with confidence ≤ τ (the paper's) or ≥ τ
     """
-    ax = _new_axes(ax)
+    ax = new_axes(ax)
     name = f"error_{side}" + (f":{ood}" if ood else "")
     for i, (label, curve) in enumerate(_curves(curves, name, link).items()):
         ax.plot(
-            curve["threshold"], curve["error"], label=label, **_style(i, every=(i, 8))
+            curve["threshold"],
+            curve["error"],
+            label=label,
+            **line_style(i, every=(i, 8)),
         )
     sign = "≤" if side == "below" else "≥"
     ax.set_xlabel("confidence threshold τ")
     ax.set_ylabel(f"error rate at confidence {sign} τ")
     ax.set_xlim(0.0, 1.0)
     ax.legend(fontsize="small", frameon=False)
-    _plain(ax)
+    plain(ax)
     return ax
 
 
@@ -276,14 +237,14 @@ def plot_history(
     baseline : float, optional
         score of the network alone, a horizontal line
     """
-    ax = _new_axes(ax)
+    ax = new_axes(ax)
     if not history:
         raise ValueError(
             "The history is empty: fit with a val_loader and early_stopping=True."
         )
     n = [float(entry["n_data"]) for entry in history]
     scores = [float(entry[score]) for entry in history]
-    ax.plot(n, scores, label=label, **_style(0))
+    ax.plot(n, scores, label=label, **line_style(0))
     stop = min(range(len(n)), key=scores.__getitem__)
     ax.axvline(n[stop], color=COLOURS[1], linestyle="--", linewidth=1.2)
     ax.annotate(
@@ -302,7 +263,7 @@ def plot_history(
     ax.set_xlabel("training data N")
     ax.set_ylabel("validation NLL")
     ax.legend(fontsize="small", frameon=False)
-    _plain(ax)
+    plain(ax)
     return ax
 
 
@@ -316,17 +277,17 @@ def plot_rank_curves(
 
     Ranks that span a factor of 16 or more get a logarithmic axis.
     """
-    ax = _new_axes(ax)
-    lines = ax.plot(ranks, _numbers(nll), label="validation NLL", **_style(0))
+    ax = new_axes(ax)
+    lines = ax.plot(ranks, numbers(nll), label="validation NLL", **line_style(0))
     ax.set_xlabel("rank K")
     ax.set_ylabel("validation NLL")
     ax.spines["top"].set_visible(False)
     if evidence is None:
-        _plain(ax)
+        plain(ax)
     else:
         right = ax.twinx()
         lines += right.plot(
-            ranks, _numbers(evidence), label="log evidence", **_style(1)
+            ranks, numbers(evidence), label="log evidence", **line_style(1)
         )
         right.set_ylabel("log evidence")
         right.spines["top"].set_visible(False)
@@ -354,10 +315,10 @@ def plot_spectrum(
     trace : float, optional
         `la.basis.trace`; the title then says which share the K directions carry
     """
-    ax = _new_axes(ax)
-    values = _numbers(eigenvalues)
+    ax = new_axes(ax)
+    values = numbers(eigenvalues)
     index = sum(line.get_label() != "" for line in ax.get_lines())
-    ax.plot(range(1, len(values) + 1), values, label=label, **_style(index))
+    ax.plot(range(1, len(values) + 1), values, label=label, **line_style(index))
     ax.set_yscale("log")
     ax.set_xlabel("direction k")
     ax.set_ylabel("eigenvalue")
@@ -366,7 +327,7 @@ def plot_spectrum(
         ax.set_title(f"{len(values)} directions: {share:.0%} of the trace")
     if label:
         ax.legend(fontsize="small", frameon=False)
-    _plain(ax)
+    plain(ax)
     return ax
 
 
@@ -387,7 +348,7 @@ def plot_error_heatmap(
     samples, ranks : sequence of int
         the values of M, down, and of K, across
     """
-    ax = _new_axes(ax)
+    ax = new_axes(ax)
     values = torch.as_tensor(errors).detach().double().cpu()
     if values.shape != (len(samples), len(ranks)):
         raise ValueError(
@@ -438,7 +399,7 @@ def plot_boxes(
     values : mapping
         method → level → values, one a type of corruption
     """
-    ax = _new_axes(ax)
+    ax = new_axes(ax)
     from matplotlib.patches import Patch
 
     levels = list(dict.fromkeys(level for v in values.values() for level in v))
@@ -446,7 +407,7 @@ def plot_boxes(
     handles = []
     for i, (method, by_level) in enumerate(values.items()):
         drawn = ax.boxplot(
-            [_numbers(by_level[level]) for level in levels if level in by_level],
+            [numbers(by_level[level]) for level in levels if level in by_level],
             positions=[
                 j + (i - (len(values) - 1) / 2) * width
                 for j, level in enumerate(levels)
@@ -470,7 +431,7 @@ def plot_boxes(
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     ax.legend(handles=handles, fontsize="small", frameon=False)
-    _plain(ax)
+    plain(ax)
     return ax
 
 
@@ -491,7 +452,7 @@ def plot_cost_quality(
     link : str, optional
         only this link (and methods that have none)
     """
-    ax = _new_axes(ax)
+    ax = new_axes(ax)
     rows = [
         row
         for row in report.rows()
@@ -508,7 +469,7 @@ def plot_cost_quality(
         label = row.method if link or not row.link else f"{row.method} ({row.link})"
         # Zero seconds (nothing to fit) has no place on a logarithmic axis.
         position = max(row.mean[cost], 1e-3), row.mean[quality]
-        look = _style(i)
+        look = line_style(i)
         ax.errorbar(
             *position,
             yerr=row.error.get(quality),
@@ -519,23 +480,8 @@ def plot_cost_quality(
             label=label,
         )
     ax.set_xscale("log")
-    ax.set_xlabel(_axis_label(cost))
-    ax.set_ylabel(_axis_label(quality))
+    ax.set_xlabel(axis_label(cost))
+    ax.set_ylabel(axis_label(quality))
     ax.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    _plain(ax)
+    plain(ax)
     return ax
-
-
-_AXIS_LABELS = {
-    "fit_s": "fitting time (s)",
-    "tune_s": "tuning time (s)",
-    "predict_s": "prediction time on the test set (s)",
-    "peak_mb": "peak memory (MB)",
-    "floats": "stored numbers",
-    "nll": "test NLL",
-    "ece": "test ECE",
-}
-
-
-def _axis_label(column: str) -> str:
-    return _AXIS_LABELS.get(column, heading(column))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from laplace_ella import metrics, plotting
+from laplace_ella import _plot_style, metrics, plotting
 from laplace_ella.report import Report, Result
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -181,7 +181,7 @@ def test_cost_against_quality(ax):
 
 
 def test_lines_differ_without_colour():
-    styles = [plotting._style(i) for i in range(12)]
+    styles = [_plot_style.line_style(i) for i in range(12)]
     looks = {(str(s["linestyle"]), s["marker"]) for s in styles}
     assert len(looks) == 12
     # Neighbours differ in lightness or dash, so grey is enough.

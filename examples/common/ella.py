@@ -346,6 +346,17 @@ def scaling_temperature(logits: torch.Tensor, targets: torch.Tensor) -> float:
     return 10 ** minimize_scalar(loss, bounds=(-1.0, 1.5), method="bounded").x
 
 
+def scale_on_fold(
+    logits: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], fold: Fold
+) -> Outcome:
+    """Temperature scaling: choose on the fold's validation images, predict its test."""
+    f, y = logits[fold.where][fold.choose], targets[fold.where][fold.choose]
+    t = scaling_temperature(f, y)
+    val_nll = metrics.nll((f / t).softmax(-1), y)
+    probs = (logits["test"][fold.predict] / t).softmax(-1)
+    return Outcome(probs, val_nll, {"T": t})
+
+
 @torch.no_grad()
 def forward(model: nn.Module, x: torch.Tensor, batch: int = 100) -> torch.Tensor:
     """Outputs of a network, batch after batch."""
