@@ -3,29 +3,29 @@
 Importing the package registers `hessian_structure="nystrom"` with `laplace.Laplace`.
 """
 
-from laplace_ella._errors import (
+from laplace_ella.comparison.compare import compare
+from laplace_ella.comparison.methods import Method, available_methods, default_methods
+from laplace_ella.comparison.report import Report
+from laplace_ella.derivatives.features import FeatureMode
+from laplace_ella.derivatives.rows import RowMode
+from laplace_ella.diagnostics.diagnose import Diagnostics, diagnose
+from laplace_ella.diagnostics.uncertainty import Uncertainty, decompose
+from laplace_ella.ella import ELLALaplace
+from laplace_ella.errors import (
     BorderWarning,
     NotFittedError,
     NumericalWarning,
     RankWarning,
     UnsupportedLayerError,
 )
-from laplace_ella.cache import FeatureCache
-from laplace_ella.compare import compare
-from laplace_ella.diagnostics import Diagnostics, diagnose
-from laplace_ella.ella import ELLALaplace
-from laplace_ella.features import FeatureMode
+from laplace_ella.fitting.memory import InsufficientMemoryError, MemoryEstimate
+from laplace_ella.fitting.stopping import EarlyStopping, augmented_validation
 from laplace_ella.last_layer import ELLALLLaplace
-from laplace_ella.layout import OutputLayout
-from laplace_ella.memory import InsufficientMemoryError, MemoryEstimate
-from laplace_ella.methods import Method, available_methods, default_methods
-from laplace_ella.nystrom import NystromBasis
-from laplace_ella.posterior import Complement, SubspacePosterior
-from laplace_ella.report import Report
-from laplace_ella.rows import RowMode
-from laplace_ella.stopping import EarlyStopping, augmented_validation
-from laplace_ella.tuning import prior_precision_from_weight_decay
-from laplace_ella.uncertainty import Uncertainty, decompose
+from laplace_ella.posterior.basis import NystromBasis
+from laplace_ella.posterior.subspace import Complement, SubspacePosterior
+from laplace_ella.support.layout import OutputLayout
+from laplace_ella.tuning.cache import FeatureCache
+from laplace_ella.tuning.search import prior_precision_from_weight_decay
 
 __version__ = "0.1.0"
 

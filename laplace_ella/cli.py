@@ -149,7 +149,7 @@ class _ListMethods(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, **kwargs)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from laplace_ella.methods import available_methods
+        from laplace_ella.comparison.methods import available_methods
 
         for name, method in available_methods().items():
             print(f"{name:<18} {method.about}")
@@ -228,7 +228,7 @@ def as_arguments(value: Any, target: str) -> dict[str, Any]:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from laplace_ella import demo
+    from laplace_ella.comparison import demo
 
     if args.part in ("regression", "all"):
         demo.run_regression_demo(args.out)
@@ -241,7 +241,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from laplace_ella.compare import compare
+    from laplace_ella.comparison.compare import compare
 
     arguments = load_target(args.target)
     given = {
@@ -339,7 +339,7 @@ def _check_packages() -> list[str]:
 def _check_devices() -> list[str]:
     import torch
 
-    from laplace_ella._resources import available_memory, human_bytes
+    from laplace_ella.support.resources import available_memory, human_bytes
 
     free = available_memory(torch.device("cpu"))
     print(
@@ -377,16 +377,20 @@ def _check_model(arguments: dict[str, Any]) -> list[str]:
     """Derivatives that work for the model, and memory of every method."""
     import copy
 
-    from laplace_ella import _batch
-    from laplace_ella._loaders import split
-    from laplace_ella._resources import available_memory, human_bytes
-    from laplace_ella.methods import describe_problem, estimate, resolve_methods
+    from laplace_ella.comparison.loaders import split
+    from laplace_ella.comparison.methods import (
+        describe_problem,
+        estimate,
+        resolve_methods,
+    )
+    from laplace_ella.support import batches
+    from laplace_ella.support.resources import available_memory, human_bytes
 
     model = copy.deepcopy(arguments["model"]).eval()
     train = arguments["train_loader"]
     device = next(model.parameters()).device
     x, _ = split(next(iter(train)), arguments.get("dict_key_y", "labels"))
-    x = _batch.to_device(x, device)
+    x = batches.to_device(x, device)
     key_x = arguments.get("dict_key_x", "input_ids")
     problem = describe_problem(model, x, len(train.dataset), key_x)
     print(
@@ -416,14 +420,14 @@ def _print_derivatives(model: Any, x: Any, key_x: str) -> bool:
 
     import torch
 
-    from laplace_ella import _batch
-    from laplace_ella._functional import ModelFunction
-    from laplace_ella.features import FeatureMode
-    from laplace_ella.linearize import Linearizer
+    from laplace_ella.derivatives.features import FeatureMode
+    from laplace_ella.derivatives.linearizer import Linearizer
+    from laplace_ella.derivatives.model_function import ModelFunction
+    from laplace_ella.support import batches
 
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     function = ModelFunction(model, names)
-    one = _batch.take(x, slice(0, 1), _batch.batch_size(x, key_x))
+    one = batches.take(x, slice(0, 1), batches.batch_size(x, key_x))
     weights = next(model.parameters())
     directions = torch.randn(2, sum(function.numels())).to(weights)
     with torch.no_grad():

@@ -18,25 +18,29 @@ from laplace.utils.enums import Likelihood
 from torch import nn
 from tqdm.auto import tqdm
 
-from laplace_ella._backends import resolve
-from laplace_ella._batch import split_batch, to_device
-from laplace_ella._checkpoint import Checkpointing
-from laplace_ella._checks import check_positive, member, positive_int
-from laplace_ella._errors import NotFittedError
-from laplace_ella._evidence import Evidence
-from laplace_ella._fit import Fitting
-from laplace_ella._functional import ModelFunction, matching_names, unwrap
-from laplace_ella._observe import Observing, from_numpy
-from laplace_ella._predict import Predicting
-from laplace_ella._preserve import evaluation_mode, random_states
-from laplace_ella._tune import Tuning
-from laplace_ella.features import FeatureMode
-from laplace_ella.layout import OutputLayout
-from laplace_ella.linearize import Linearizer
-from laplace_ella.memory import parse_bytes
-from laplace_ella.nystrom import NystromBasis
-from laplace_ella.posterior import Complement, SubspacePosterior
-from laplace_ella.rows import RowMode
+from laplace_ella.derivatives.backends import resolve
+from laplace_ella.derivatives.features import FeatureMode
+from laplace_ella.derivatives.linearizer import Linearizer
+from laplace_ella.derivatives.model_function import (
+    ModelFunction,
+    matching_names,
+    unwrap,
+)
+from laplace_ella.derivatives.rows import RowMode
+from laplace_ella.errors import NotFittedError
+from laplace_ella.fitting.checkpoint import Checkpointing
+from laplace_ella.fitting.evidence import Evidence
+from laplace_ella.fitting.fit import Fitting
+from laplace_ella.fitting.memory import parse_bytes
+from laplace_ella.fitting.observe import Observing, from_numpy
+from laplace_ella.fitting.predict import Predicting
+from laplace_ella.posterior.basis import NystromBasis
+from laplace_ella.posterior.subspace import Complement, SubspacePosterior
+from laplace_ella.support.batches import split_batch, to_device
+from laplace_ella.support.checks import check_positive, member, positive_int
+from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.preserve import evaluation_mode, random_states
+from laplace_ella.tuning.tune import Tuning
 
 __all__ = ["ELLALaplace"]
 

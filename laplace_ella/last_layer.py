@@ -12,13 +12,13 @@ from laplace.utils.enums import Likelihood
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_ella import _sampling
-from laplace_ella._functional import unwrap
+from laplace_ella.derivatives.features import FeatureMode
+from laplace_ella.derivatives.model_function import unwrap
+from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.ella import ELLALaplace
-from laplace_ella.features import FeatureMode
-from laplace_ella.layout import OutputLayout
-from laplace_ella.posterior import Complement
-from laplace_ella.rows import RowMode
+from laplace_ella.fitting import sampling
+from laplace_ella.posterior.subspace import Complement
+from laplace_ella.support.layout import OutputLayout
 
 __all__ = ["ELLALLLaplace"]
 
@@ -147,9 +147,9 @@ class ELLALLLaplace(ELLALaplace):
         **kwargs: Any,
     ) -> None:
         if self.last_layer_name is None:
-            _sampling.check_loader(train_loader)
-            first = _sampling.subset(
-                train_loader, _sampling.eligible_indices(train_loader)[:1]
+            sampling.check_loader(train_loader)
+            first = sampling.subset(
+                train_loader, sampling.eligible_indices(train_loader)[:1]
             )
             with self._undisturbed(train_loader):
                 for x, _ in self._batches(first, "", False):

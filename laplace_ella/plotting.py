@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from laplace_ella._plot_style import (
+from laplace_ella.comparison.plot_style import (
     COLOURS,
     GREY,
     HATCHES,
@@ -24,7 +24,7 @@ from laplace_ella._plot_style import (
     numbers,
     plain,
 )
-from laplace_ella.report import Report
+from laplace_ella.comparison.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -31,7 +31,7 @@ from laplace_ella import (
     UnsupportedLayerError,
     compare,
 )
-from laplace_ella.report import OK
+from laplace_ella.comparison.report import OK
 from tests import dense
 from tests.cases import ARCHITECTURES, CASES, Case, make, mapping_loader, mlp
 from tests.fitting import assert_close, build, fit

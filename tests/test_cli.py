@@ -258,7 +258,7 @@ def test_demo_regression_part(monkeypatch, capsys, tmp_path):
 
 
 def test_demo_classification_problem_is_what_it_says():
-    demo = pytest.importorskip("laplace_ella.demo")
+    demo = pytest.importorskip("laplace_ella.comparison.demo")
     pytest.importorskip("sklearn")
     problem = demo.load_digits_problem()
     labels = problem.train.dataset.tensors[1]

@@ -13,13 +13,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_ella import _method_memory, _runner, methods, metrics
-from laplace_ella._resources import Stopwatch, available_memory, human_bytes
-from laplace_ella.methods import Kind, Method, Problem, Tuning
-from laplace_ella.report import Report
+from laplace_ella import metrics
+from laplace_ella.comparison import memory as _method_memory
+from laplace_ella.comparison import methods
+from laplace_ella.comparison import runner as _runner
+from laplace_ella.comparison.methods import Kind, Method, Problem, Tuning
+from laplace_ella.comparison.report import Report
+from laplace_ella.support.resources import Stopwatch, available_memory, human_bytes
 
 # The package may export the function under the name of its module.
-compare_module = importlib.import_module("laplace_ella.compare")
+compare_module = importlib.import_module("laplace_ella.comparison.compare")
 compare = compare_module.compare
 
 
@@ -695,7 +698,7 @@ def test_estimate_of_ella_is_what_ella_says(kwargs, dtype):
 
 def test_limit_of_memory_is_the_budget_of_ella(classification, monkeypatch):
     """What is estimated within the limit is also fitted within it."""
-    from laplace_ella import _fit
+    from laplace_ella.fitting import fit as _fit
 
     seen = []
     original = _fit.estimate_memory

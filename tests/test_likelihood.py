@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace_ella.likelihood import Family, curvature_root, sample_cotangents
+from laplace_ella.posterior.likelihood import Family, curvature_root, sample_cotangents
 
 LOGITS = {
     "even": torch.tensor([[0.1, -0.2, 0.0, 0.3], [1.0, 0.0, -1.0, 0.5]]),

@@ -18,7 +18,7 @@ from laplace_ella import (
     InsufficientMemoryError,
     MemoryEstimate,
 )
-from laplace_ella.memory import activation_bytes, parse_bytes
+from laplace_ella.fitting.memory import activation_bytes, parse_bytes
 from tests.cases import CASES, make, mlp
 from tests.fitting import assert_close, build, fit
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from laplace_ella import _plot_style, metrics, plotting
-from laplace_ella.report import Report, Result
+from laplace_ella import metrics, plotting
+from laplace_ella.comparison import plot_style as _plot_style
+from laplace_ella.comparison.report import Report, Result
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")

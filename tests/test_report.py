@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from laplace_ella.report import (
+from laplace_ella.comparison.report import (
     Report,
     Result,
     distance_from_best,

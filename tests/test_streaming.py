@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ELLALaplace
-from laplace_ella.nystrom import RowSketch, basis_from_rows
+from laplace_ella.posterior.basis import RowSketch, basis_from_rows
 from tests.cases import mlp
 from tests.fitting import assert_close
 from tests.real_models import cifar10, resnet20

@@ -9,8 +9,8 @@ from laplace import FullLaplace
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureCache
-from laplace_ella._eigenbasis import EigenPosterior
-from laplace_ella.tuning import Validator
+from laplace_ella.tuning.eigenbasis import EigenPosterior
+from laplace_ella.tuning.search import Validator
 from tests import dense
 from tests.cases import PRIORS, Case, make, mlp, priors
 from tests.fitting import assert_close, fit

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_ella import NotFittedError, predictive
-from laplace_ella.uncertainty import UncertaintyMeasure, decompose, entropy
+from laplace_ella import NotFittedError
+from laplace_ella.diagnostics.uncertainty import UncertaintyMeasure, decompose, entropy
+from laplace_ella.posterior import predictive
 from tests import dense
 from tests.cases import CASES, PRIORS, RewardModel, make, mlp, priors
 from tests.fitting import build, fit

@@ -14,7 +14,7 @@ import torch
 from scipy.optimize import minimize_scalar
 
 from laplace_ella import metrics
-from laplace_ella.predictive import FunctionValues, class_probabilities
+from laplace_ella.posterior.predictive import FunctionValues, class_probabilities
 
 #: log10 of the temperatures searched.
 LOG_T = (-3.0, 5.0)

@@ -1,0 +1,1 @@
+"""Many methods on one network, one table."""

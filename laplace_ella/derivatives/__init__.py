@@ -1,0 +1,1 @@
+"""The model as a function of its parameters: rows cᵀJ(x) and features J(x)V."""

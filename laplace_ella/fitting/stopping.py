@@ -1,0 +1,155 @@
+"""Early stopping of the fit, and validation data where there is none.
+
+The covariance shrinks like 1/N and, under misspecification, too fast: fitted on all
+data, ELLA predicts like the network itself (Deng et al. 2022, Sec. 5.2). The remedy of
+the paper is to stop adding data once the validation loss has passed its minimum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from laplace.utils.enums import LinkApprox
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_ella.fitting import sampling
+from laplace_ella.support.batches import split_batch
+from laplace_ella.support.preserve import random_states
+
+__all__ = ["EarlyStopping", "augmented_validation"]
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """When to evaluate the posterior while it is fitted, and when to stop.
+
+    Parameters
+    ----------
+    every : int, optional
+        examples between two evaluations; by default they are spaced geometrically,
+        because the loss varies with the logarithm of the number of data
+    start : int, default=32
+        examples before the first evaluation, if they are spaced geometrically
+    growth : float, default=1.25
+        ratio of successive evaluations, if they are spaced geometrically
+    patience : int, default=8
+        evaluations without a new best value after which the fit ends
+    loss : torchmetrics.Metric or callable, optional
+        as for `optimize_prior_precision`; the negative log likelihood by default
+    maximize : bool, default=False
+        whether larger values of `loss` are better
+    link_approx : LinkApprox or str, default="mc"
+    n_samples : int, default=512
+        of the link 'mc', as in the paper
+    """
+
+    every: int | None = None
+    start: int = 32
+    growth: float = 1.25
+    patience: int = 8
+    loss: Any = None
+    maximize: bool = False
+    link_approx: LinkApprox | str = LinkApprox.MC
+    n_samples: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("every", "start", "patience", "n_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if not self.growth > 1:  # also refuses NaN
+            raise ValueError(f"growth must exceed 1, got {self.growth}.")
+
+    def checkpoints(self) -> Iterator[int]:
+        """Numbers of examples at which the posterior is evaluated, increasing."""
+        n = self.start if self.every is None else self.every
+        while True:
+            yield n
+            step = (
+                math.ceil(n * (self.growth - 1)) if self.every is None else self.every
+            )
+            n += step
+
+
+def augmented_validation(
+    train_loader: DataLoader,
+    n_examples: int = 1000,
+    augment: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    strength: float = 0.2,
+    seed: int = 0,
+    dict_key_y: str = "labels",
+) -> DataLoader:
+    """A substitute for a validation set: strongly augmented training images.
+
+    Networks fit their training data too well for it to tell when to stop; strong
+    augmentation makes a subset of it look new (Deng et al. 2022, Sec. 5.2).
+
+    Parameters
+    ----------
+    train_loader : torch.utils.data.DataLoader
+        over images `(3 or 1, H, W)` and labels
+    n_examples : int, default=1000
+    augment : callable, optional
+        maps a batch of images `(B, channels, H, W)` to augmented ones; by default a
+        random crop, rotation, flip, blur and erased rectangle, drawn for each image
+    strength : float, default=0.2
+        of the default augmentation, in (0, 1]; right if the network is about as
+        accurate on the result as on new data, too strong if it is much worse (the
+        posterior then comes out too wide)
+    seed : int, default=0
+        of the choice and the augmentation; global random states are not changed
+
+    Returns
+    -------
+    torch.utils.data.DataLoader
+        over a fixed set of augmented images
+    """
+    sampling.check_loader(train_loader)
+    if n_examples < 1:
+        raise ValueError(f"n_examples must be at least 1, got {n_examples}.")
+    rng = np.random.default_rng(seed)
+    indices = sampling.eligible_indices(train_loader)
+    chosen = rng.permutation(indices)[:n_examples]
+    if not 0 < strength <= 1:
+        raise ValueError(f"strength must lie in (0, 1], got {strength}.")
+    augment = _augmentation(strength) if augment is None else augment
+    images, targets = [], []
+    with random_states(torch.device("cpu"), train_loader):
+        torch.manual_seed(seed)
+        for batch in sampling.subset(train_loader, chosen):
+            x, y = split_batch(batch, dict_key_y)
+            if not isinstance(x, torch.Tensor) or x.ndim != 4:
+                raise ValueError(
+                    "augmented_validation() takes images (B, channels, H, W), got "
+                    f"{tuple(x.shape) if hasattr(x, 'shape') else type(x).__name__}; "
+                    "make a validation set of your own for other data."
+                )
+            images.append(augment(x))
+            targets.append(y)
+    data = TensorDataset(torch.cat(images), torch.cat(targets))
+    return DataLoader(data, batch_size=train_loader.batch_size or 32)
+
+
+def _augmentation(strength: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Crop, rotate, flip, blur and erase, drawn for each image; keeps the shape."""
+    from torchvision.transforms import v2
+
+    def augment(images: torch.Tensor) -> torch.Tensor:
+        size = tuple(images.shape[-2:])
+        transform = v2.Compose(
+            [
+                v2.RandomResizedCrop(size, scale=(1 - 0.7 * strength, 1), ratio=(1, 1)),
+                v2.RandomRotation(20 * strength),
+                v2.RandomHorizontalFlip(),
+                v2.RandomApply([v2.GaussianBlur(3, (0.1, 1.0))], p=0.5 * strength),
+                v2.RandomErasing(p=0.5 * strength, scale=(0.02, 0.15)),
+            ]
+        )
+        return torch.stack([transform(image) for image in images])
+
+    return augment

@@ -1,0 +1,1 @@
+"""Basis, K×K posterior, likelihoods and links: frozen values and pure functions."""

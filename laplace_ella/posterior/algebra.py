@@ -1,0 +1,98 @@
+"""Algebra of the K×K posterior, in float64.
+
+ELLA is a Laplace posterior on the subspace θ = θ̂ + Vz (Deng et al. 2022, Eq. 8 in
+weight space): z ~ N(0, G⁻¹) with G = f·H + VᵀDV, where f = 1/(σ²T), D the diagonal
+prior precision. Where the complement of the subspace is kept at the prior, the
+covariance of all weights is Σ = (D + f·VHVᵀ)⁻¹; with VᵀD⁻¹V = RᵀR and the whitened
+directions Q = D^{-1/2}VR⁻¹ it is
+
+    Σ = D^{-1/2} [ (I − QQᵀ) + Q(I + f·RHRᵀ)⁻¹Qᵀ ] D^{-1/2}.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from laplace_ella.errors import NumericalWarning
+from laplace_ella.support.batches import has_values
+
+__all__ = [
+    "cholesky",
+    "inverse_root",
+    "layer_grams",
+    "log_det",
+    "project_prior",
+    "whiten",
+]
+
+
+def project_prior(vectors: torch.Tensor, prior: torch.Tensor) -> torch.Tensor:
+    """VᵀDV (K, K) in float64, differentiable in the prior precision.
+
+    Parameters
+    ----------
+    vectors : torch.Tensor
+        Vᵀ `(K, P)`, orthonormal rows
+    prior : torch.Tensor
+        scalar `(1,)` or diagonal `(P,)` precision
+    """
+    prior = prior.double()
+    if prior.numel() == 1:  # V is orthonormal
+        eye = torch.eye(len(vectors), dtype=prior.dtype, device=prior.device)
+        return prior.reshape(()) * eye
+    v = vectors.to(prior.device).double()
+    return (v * prior) @ v.T
+
+
+def cholesky(matrix: torch.Tensor) -> torch.Tensor:
+    """Lower Cholesky factor; a matrix that is not quite definite gets a jitter."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if not has_values(info) or not info.any():
+        return factor
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    scale = float(diagonal.detach().abs().mean())
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    for exponent in range(-14, -3):
+        jitter = scale * 10.0**exponent
+        factor, info = torch.linalg.cholesky_ex(matrix + jitter * eye)
+        if not info.any():
+            warnings.warn(
+                f"The posterior precision was not positive definite; {jitter:.1e} was "
+                "added to its diagonal. A larger prior precision avoids this.",
+                NumericalWarning,
+                stacklevel=3,
+            )
+            return factor
+    raise torch.linalg.LinAlgError(
+        "The posterior precision is not positive definite, even after adding "
+        f"{jitter:.1e} to its diagonal. Check the prior precision and the data."
+    )
+
+
+def log_det(matrix: torch.Tensor) -> torch.Tensor:
+    """log det of a positive definite matrix."""
+    return 2 * cholesky(matrix).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def inverse_root(matrix: torch.Tensor) -> torch.Tensor:
+    """S (K, K) with SSᵀ = G⁻¹: S = L⁻ᵀ for G = LLᵀ."""
+    factor = cholesky(matrix)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return torch.linalg.solve_triangular(factor, eye, upper=False).mT
+
+
+def layer_grams(vectors: torch.Tensor, numels: list[int]) -> torch.Tensor:
+    """V_lᵀV_l of every parameter l, `(L, K, K)` float64, for layerwise priors."""
+    pieces = vectors.split(numels, dim=1)
+    return torch.stack([v.double() @ v.double().T for v in pieces])
+
+
+def whiten(
+    H: torch.Tensor, factor: torch.Tensor, S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """R and T = I + f·RHRᵀ for S = VᵀD⁻¹V = RᵀR, all `(K, K)`."""
+    R = cholesky(S).mT
+    eye = torch.eye(len(S), dtype=S.dtype, device=S.device)
+    return R, eye + factor * (R @ H @ R.mT)

@@ -1,0 +1,233 @@
+"""From sampled gradients to the Nyström basis V (Deng et al. 2022, Sec. 3.3).
+
+v_k = J̃ᵀu_k/√λ_k for the top eigenpairs of J̃J̃ᵀ: the top right singular vectors of
+J̃ (M, P), orthonormal and nested in K.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+import torch
+
+from laplace_ella.errors import RankWarning
+from laplace_ella.support.batches import chunks, has_values
+
+__all__ = ["NystromBasis", "RowSketch", "basis_from_rows"]
+
+#: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
+#: more accurate than the Gram matrix because it does not square the condition number.
+SVD_LIMIT = 2_000_000
+
+#: Columns that enter one product with all rows, and rows of one block of it.
+GRAM_WIDTH = 16_384
+GRAM_HEIGHT = 256
+
+
+@dataclass(frozen=True)
+class NystromBasis:
+    """Directions of parameter space and the spectrum they came from.
+
+    Attributes
+    ----------
+    directions : torch.Tensor
+        Vᵀ `(K, P)`, orthonormal rows
+    eigenvalues : torch.Tensor
+        top eigenvalues of J̃J̃ᵀ `(K,)`, descending, float64
+    n_samples : int
+        M, the number of gradients that were used
+    trace : float
+        sum of all eigenvalues of J̃J̃ᵀ
+    method : str
+        how it was computed: "svd", "gram" or "streaming"
+    """
+
+    directions: torch.Tensor
+    eigenvalues: torch.Tensor
+    n_samples: int
+    trace: float
+    method: str
+
+    @property
+    def rank(self) -> int:
+        """K."""
+        return self.directions.shape[0]
+
+    @property
+    def vectors(self) -> torch.Tensor:
+        """V `(P, K)`, orthonormal columns."""
+        return self.directions.T
+
+    @property
+    def explained(self) -> torch.Tensor:
+        """Share of the trace in the first k directions, `(K,)`."""
+        return self.eigenvalues.cumsum(0) / self.trace
+
+    def truncate(self, rank: int) -> NystromBasis:
+        """The basis of the first `rank` directions."""
+        return replace(
+            self,
+            directions=self.directions[:rank],
+            eigenvalues=self.eigenvalues[:rank],
+        )
+
+
+class RowSketch:
+    """Gradients as they come, all of them or a summary of bounded size.
+
+    Rows are kept until `capacity` is reached. A full buffer is replaced by its `keep`
+    leading singular directions, scaled by their singular values: a truncated
+    incremental singular value decomposition. What is lost each time is the smallest
+    part of the buffer's energy; with fewer rows than `capacity` nothing is.
+
+    Parameters
+    ----------
+    n_params : int
+        P
+    capacity : int
+        rows in memory, more than `keep`
+    keep : int
+        rows that survive a full buffer
+    """
+
+    def __init__(
+        self,
+        n_params: int,
+        capacity: int,
+        keep: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if capacity <= keep:
+            raise ValueError(f"capacity={capacity} must exceed keep={keep}.")
+        self.buffer = torch.empty(capacity, n_params, dtype=dtype, device=device)
+        self.keep = keep
+        self.filled = 0
+        self.n_samples = 0
+        self.compressed = False
+        self._energy = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Take in rows `(m, P)`."""
+        self.n_samples += len(rows)
+        while len(rows):
+            if self.filled == len(self.buffer):
+                self._compress()
+            fitting = rows[: len(self.buffer) - self.filled]
+            self.buffer[self.filled : self.filled + len(fitting)] = fitting
+            self._energy += fitting.double().square().sum()
+            self.filled += len(fitting)
+            rows = rows[len(fitting) :]
+
+    def _compress(self) -> None:
+        U = torch.linalg.eigh(gram(self.buffer))[1].flip(1)[:, : self.keep]
+        _multiply(U.T, self.buffer, out=self.buffer)
+        self.filled, self.compressed = self.keep, True
+
+    def basis(self, n_eigenvalues: int) -> NystromBasis:
+        """Top right singular vectors of all rows taken in.
+
+        Fewer usable directions than `n_eigenvalues` truncate, with a `RankWarning`.
+        """
+        rows = self.buffer[: self.filled]
+        small = rows.numel() <= SVD_LIMIT
+        decompose = _by_svd if small else _by_gram
+        eigenvalues, directions = decompose(rows, min(n_eigenvalues, *rows.shape))
+        rank = _usable_rank(eigenvalues, rows, squared=not small)
+        if rank == 0:
+            raise ValueError(
+                f"All {self.n_samples} sampled gradients are zero: the outputs do not "
+                "depend on the parameters. Check that the right parameters require "
+                "gradients."
+            )
+        if rank < n_eigenvalues:
+            warnings.warn(
+                f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
+                f"{self.n_samples} sampled gradients; using {rank}.",
+                RankWarning,
+                stacklevel=5,  # the caller of fit()
+            )
+        rank = min(rank, n_eigenvalues)
+        known = has_values(self._energy)
+        return NystromBasis(
+            directions[:rank].contiguous(),
+            eigenvalues[:rank],
+            self.n_samples,
+            float(self._energy) if known else float("nan"),
+            "streaming" if self.compressed else ("svd" if small else "gram"),
+        )
+
+
+def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:
+    """Top right singular vectors of gradients `(M, P)` that are all there."""
+    sketch = RowSketch(rows.shape[1], len(rows) + 1, len(rows), rows.dtype, rows.device)
+    sketch.add(rows)
+    return sketch.basis(n_eigenvalues)
+
+
+def _usable_rank(eigenvalues: torch.Tensor, rows: torch.Tensor, squared: bool) -> int:
+    """Number of directions that stand above the rounding noise of the rows.
+
+    Noise of relative size ε in the entries has spectral norm of about ε√max(M, P)·σ₁;
+    a Gram matrix carries its own rounding noise of about ε√M·λ₁.
+    """
+    if not has_values(eigenvalues):
+        return min(rows.shape)
+    eps = torch.finfo(rows.dtype).eps
+    top = float(eigenvalues[0])
+    noise = (10 * eps) ** 2 * max(rows.shape)
+    if squared:
+        noise = max(noise, eps * len(rows) ** 0.5)
+    return int((eigenvalues > top * noise).sum())
+
+
+def _by_svd(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All eigenvalues (descending) and the top directions `(k, P)`."""
+    _, singular, Vh = torch.linalg.svd(rows.double(), full_matrices=False)
+    return singular.square(), Vh[:k].to(rows.dtype)
+
+
+def _by_gram(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same through the eigendecomposition of J̃J̃ᵀ in float64."""
+    eigenvalues, U = torch.linalg.eigh(gram(rows))
+    eigenvalues, U = eigenvalues.flip(0).clamp_min(0), U.flip(1)[:, :k]
+    scale = eigenvalues[:k].sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    directions = torch.empty(k, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    _multiply((U / scale).T, rows, out=directions)
+    orthonormalize_(directions)
+    return eigenvalues, directions
+
+
+def gram(rows: torch.Tensor) -> torch.Tensor:
+    """J̃J̃ᵀ (M, M): products in the rows' dtype, accumulated in float64.
+
+    Only the blocks on and below the diagonal are multiplied.
+    """
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    for columns in chunks(rows.shape[1], GRAM_WIDTH):
+        block = rows[:, columns]
+        for part in chunks(len(rows), GRAM_HEIGHT):
+            total[part, : part.stop] += block[part] @ block[: part.stop].T
+    return total.tril() + total.tril(-1).T
+
+
+def orthonormalize_(directions: torch.Tensor) -> None:
+    """Make rows orthonormal in place, keeping their nested spans (Cholesky-QR).
+
+    Dividing by √λ_k loses digits for small λ_k; this restores orthogonality.
+    """
+    factor, info = torch.linalg.cholesky_ex(gram(directions))
+    if has_values(info) and info.any():  # too close to singular for a Gram matrix
+        directions.copy_(torch.linalg.qr(directions.double().T)[0].T)
+        return
+    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
+    _multiply(inverse, directions, out=directions)
+
+
+def _multiply(matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """matrix @ rows into the first rows of `out`, which may be `rows` itself."""
+    matrix = matrix.to(rows.dtype)
+    for columns in chunks(rows.shape[1], GRAM_WIDTH):
+        out[: len(matrix), columns] = matrix @ rows[:, columns]

@@ -1,0 +1,247 @@
+"""Losses and likelihood curvature, without any C×C matrix.
+
+The conventions are Laplace's: classification loss is the summed cross-entropy, the
+regression loss half the summed square error; noise and temperature enter later,
+through `_H_factor`. A row is one position of one example, see `layout`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from laplace.utils.enums import Likelihood
+from torch.nn import functional as F
+
+from laplace_ella.support.layout import OutputLayout, Positions
+
+__all__ = [
+    "IGNORED",
+    "Family",
+    "check_classes",
+    "check_outputs",
+    "check_targets",
+    "curvature_root",
+    "largest_curvature",
+    "losses",
+    "observed",
+    "sample_cotangents",
+]
+
+#: Class index of positions that are not observed, as in torch's cross-entropy.
+IGNORED = -100
+
+
+class Family(str, Enum):
+    """Distribution of the targets given the outputs."""
+
+    GAUSSIAN = "gaussian"
+    """Regression: Λ = I, the noise is a factor of its own."""
+
+    CATEGORICAL = "categorical"
+    """One of C classes, by the softmax: Λ = diag(p) − ppᵀ."""
+
+    BERNOULLI = "bernoulli"
+    """C labels, each there or not, by the sigmoid: Λ = diag(p(1 − p))."""
+
+    @classmethod
+    def of(cls, likelihood: Likelihood | str, multi_label: bool = False) -> Family:
+        """Laplace's likelihood; reward models are fitted as classifiers."""
+        if likelihood == Likelihood.REGRESSION:
+            return cls.GAUSSIAN
+        return cls.BERNOULLI if multi_label else cls.CATEGORICAL
+
+    @property
+    def is_regression(self) -> bool:
+        return self is Family.GAUSSIAN
+
+    def probabilities(self, logits: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The inverse link of classes or labels."""
+        if self is Family.BERNOULLI:
+            return logits.sigmoid()
+        return logits.softmax(dim)
+
+
+def check_outputs(f: torch.Tensor, layout: OutputLayout = OutputLayout.FLAT) -> None:
+    """A model output must be a floating-point tensor of the layout's shape."""
+    if not isinstance(f, torch.Tensor):
+        raise TypeError(
+            f"The model must return a tensor (B, C), got {type(f).__name__}. Wrap it "
+            "in a module that returns the logits or means."
+        )
+    if layout is OutputLayout.FLAT and f.ndim != 2:
+        raise ValueError(
+            f"The model must return a matrix (B, C), got shape {tuple(f.shape)}. "
+            "For outputs at many positions pass output_layout='channels_last' "
+            "(B, ..., C) or 'channels_first' (B, C, ...); for one output, return "
+            "shape (B, 1)."
+        )
+    if layout is not OutputLayout.FLAT and f.ndim < 2:
+        raise ValueError(
+            f"output_layout={layout.value!r} expects an output with a batch and a "
+            f"channel dimension, got shape {tuple(f.shape)}."
+        )
+
+
+def check_targets(
+    y: torch.Tensor, size: int, positions: Positions, family: Family
+) -> torch.Tensor:
+    """Targets of `size` examples as rows, or an error that names both shapes."""
+    per_output = (size, *positions.output_shape)
+    per_position = (size, *positions.shape)
+    floating = y.dtype.is_floating_point
+    if family is not Family.CATEGORICAL:
+        if tuple(y.shape) != per_output:
+            kind = "Regression" if family.is_regression else "Multi-label"
+            raise ValueError(
+                f"{kind} targets must have the shape of the model's output, "
+                f"{per_output}, got {tuple(y.shape)}. Reshape the targets, for "
+                "example with y.unsqueeze(-1) for one output."
+            )
+        return positions.rows(y.flatten(1))
+    if tuple(y.shape) == per_output and floating:
+        # class probabilities, as torch's cross-entropy takes them
+        return positions.rows(y.flatten(1))
+    if tuple(y.shape) not in (per_position, (*per_position, 1)) or floating:
+        raise ValueError(
+            f"Classification targets must be class indices of shape {per_position} "
+            f"or probabilities of shape {per_output}, got shape {tuple(y.shape)} "
+            f"and dtype {y.dtype}."
+        )
+    return y.reshape(-1).long()
+
+
+def check_classes(
+    f: torch.Tensor, y: torch.Tensor, family: Family, may_ignore: bool = False
+) -> None:
+    """Class indices must lie in range(C), labels and probabilities in [0, 1]."""
+    if family.is_regression or not y.numel():
+        return
+    if family is Family.BERNOULLI:
+        low, high = float(y.min()), float(y.max())
+        if not (low >= 0 and high <= 1):
+            raise ValueError(
+                "Multi-label targets must be 0 or 1 (or probabilities), got values "
+                f"from {low:g} to {high:g}."
+            )
+    elif not y.dtype.is_floating_point:
+        known = y[y != IGNORED] if may_ignore else y
+        if not known.numel():
+            return
+        low, high = int(known.min()), int(known.max())
+        if low < 0 or high >= f.shape[-1]:
+            raise ValueError(
+                f"Class indices must lie in 0..{f.shape[-1] - 1} for a model with "
+                f"{f.shape[-1]} outputs, got {low}..{high}."
+            )
+
+
+def observed(y: torch.Tensor, family: Family) -> torch.Tensor | None:
+    """Which rows have a target, or None where all rows do by their form."""
+    if family is not Family.CATEGORICAL or y.dtype.is_floating_point:
+        return None
+    return y != IGNORED
+
+
+def losses(f: torch.Tensor, y: torch.Tensor, family: Family) -> torch.Tensor:
+    """Loss of outputs (R, C) and checked targets, summed over the rows, float64.
+
+    One value an output, `(C,)`, for regression, whose outputs may differ in noise;
+    a scalar otherwise.
+    """
+    f = f.double()
+    if family.is_regression:
+        return 0.5 * (f - y.double()).square().sum(0)
+    if family is Family.BERNOULLI:
+        return F.binary_cross_entropy_with_logits(f, y.double(), reduction="sum")
+    y = y.double() if y.dtype.is_floating_point else y
+    return F.cross_entropy(f, y, reduction="sum", ignore_index=IGNORED)
+
+
+def curvature_root(f: torch.Tensor, phi: torch.Tensor, family: Family) -> torch.Tensor:
+    """ψ `(R, C, K)` in float64 with Σ_c ψ_cψ_cᵀ = φᵀΛφ for every row.
+
+    For the softmax Λ = diag(p) − ppᵀ, so φᵀΛφ = Σ_c p_c φ̃_c φ̃_cᵀ with φ̃ = φ − Σ_c
+    p_c φ_c: a sum of squares, positive semi-definite also in floating point.
+
+    Parameters
+    ----------
+    f : torch.Tensor
+        outputs `(R, C)`
+    phi : torch.Tensor
+        features `(R, C, K)`
+    """
+    phi = phi.double()
+    if family.is_regression:
+        return phi
+    f = f.double().unsqueeze(-1)  # (R, C, 1)
+    if family is Family.BERNOULLI:
+        return (f.sigmoid() * (-f).sigmoid()).sqrt() * phi
+    p = f.softmax(1)
+    return p.sqrt() * (phi - (p * phi).sum(1, keepdim=True))
+
+
+def largest_curvature(f: torch.Tensor, family: Family | Likelihood | str) -> float:
+    """c_Λ without noise and temperature: the largest ‖Λ(x)‖ over outputs `(B, C)`.
+
+    `family` may also be the name of a likelihood of Laplace, as users know it.
+    1 for regression, the largest p(1 − p) for labels. For the softmax Λ = diag(p) −
+    ppᵀ, whose largest eigenvalue lies between the two largest probabilities and is the
+    root there of the secular equation Σ_c p_c²/(p_c − λ) = 1, found by bisection
+    without any C×C matrix. It is at most ½.
+    """
+    if not isinstance(family, Family):
+        family = Family.of(Likelihood(family))
+    if family.is_regression:
+        return 1.0
+    if family is Family.BERNOULLI:
+        p = f.double().sigmoid()
+        return float((p * (1 - p)).max())
+    p = f.double().softmax(-1)
+    if p.shape[-1] == 1:
+        return 0.0
+    top = p.topk(2, dim=-1).values
+    low, high = top[:, 1], top[:, 0]
+    for _ in range(60):
+        middle = (low + high) / 2
+        gaps = p - middle.unsqueeze(-1)
+        terms = torch.where(gaps == 0, 0.0, p.square() / gaps)
+        below = terms.sum(-1) < 1
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return float(high.max())
+
+
+def sample_cotangents(
+    f: torch.Tensor,
+    family: Family,
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """n random cotangents c of every row with E[ccᵀ] = Λ/n and mean zero, `(R, C, n)`.
+
+    The outer products of cᵀJ(x) are then an unbiased estimate of JᵀΛJ, a Monte-Carlo
+    Fisher; of rows that belong to one example, c may be added up. Laplace's backends
+    draw labels from p; a confident network then hardly ever meets the classes that the
+    curvature comes from. Here a label is drawn in proportion to its share of tr Λ, and
+    weighted to make up for it, so that every c is as long as every other.
+    """
+    R, C = f.shape
+    f = f.double()
+    drawn = {"generator": generator, "dtype": f.dtype, "device": f.device}
+    if family.is_regression:
+        return torch.randn(R, C, n_samples, **drawn) / n_samples**0.5
+    p = family.probabilities(f)
+    if family is Family.BERNOULLI:
+        signs = torch.rand(R, C, n_samples, **drawn).sub(0.5).sign()
+        root = (p * (-f).sigmoid()).sqrt().unsqueeze(-1)
+        return root * signs / n_samples**0.5
+    # Λ = Σ_c p_c (e_c − p)(e_c − p)ᵀ; ‖e_c − p‖² without cancellation at p_c ≈ 1.
+    squares = p.square()
+    others = squares.sum(-1, keepdim=True) - squares
+    share = p * ((1 - p).square() + others)
+    share = share.clamp_min(torch.finfo(share.dtype).tiny)
+    labels = torch.multinomial(share, n_samples, replacement=True, generator=generator)
+    weight = p.gather(1, labels) * share.sum(1, keepdim=True) / share.gather(1, labels)
+    signs = torch.rand(R, n_samples, **drawn).sub(0.5).sign()  # for mean zero
+    scale = signs * (weight / n_samples).sqrt()
+    return (F.one_hot(labels, C) - p.unsqueeze(1)).mT * scale.unsqueeze(1)

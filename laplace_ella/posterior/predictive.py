@@ -1,0 +1,160 @@
+"""Predictive distributions of B inputs from a low-rank Gaussian over functions.
+
+f_var = AAᵀ (+ a residual where the complement of the subspace is kept). Every link
+needs row norms, row sums or samples of it: the C×C matrix is formed where the caller
+asks for it, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from laplace.utils.enums import LinkApprox
+
+from laplace_ella.posterior.likelihood import Family
+from laplace_ella.support.batches import chunks
+
+__all__ = ["FunctionValues", "bridge", "class_probabilities", "draw", "probit"]
+
+#: Floats that one chunk of Monte-Carlo samples may hold.
+SAMPLE_BUDGET = 2**24
+
+
+@dataclass(frozen=True)
+class FunctionValues:
+    """Gaussian over the function values at B inputs.
+
+    Attributes
+    ----------
+    mean : torch.Tensor
+        `(B, C)`
+    factor : torch.Tensor
+        A `(B, C, K)`
+    residual : torch.Tensor, optional
+        `(B, C, C)`, positive semi-definite; the covariance is AAᵀ + residual
+    """
+
+    mean: torch.Tensor
+    factor: torch.Tensor
+    residual: torch.Tensor | None = None
+
+    def variance(self) -> torch.Tensor:
+        """Marginal variances `(B, C)`."""
+        variance = self.factor.square().sum(-1)
+        if self.residual is not None:
+            variance = variance + self.residual.diagonal(dim1=-2, dim2=-1)
+        return variance
+
+    def covariance(self) -> torch.Tensor:
+        """f_var `(B, C, C)`."""
+        covariance = self.factor @ self.factor.mT
+        return covariance if self.residual is None else covariance + self.residual
+
+    def row_sums(self) -> torch.Tensor:
+        """f_var · 1 `(B, C)`, as A(Aᵀ1)."""
+        sums = (self.factor @ self.factor.sum(1).unsqueeze(-1)).squeeze(-1)
+        return sums if self.residual is None else sums + self.residual.sum(-1)
+
+    def root(self) -> torch.Tensor:
+        """R `(B, C, min(K, C))` with RRᵀ = f_var.
+
+        Samples need as much noise as the root has columns: of the low-rank factor and
+        the root of the C×C covariance the narrower one is taken.
+        """
+        if self.residual is None and self.factor.shape[-1] <= self.factor.shape[-2]:
+            return self.factor
+        return psd_root(self.covariance())
+
+
+def psd_root(matrix: torch.Tensor) -> torch.Tensor:
+    """The symmetric root of positive semi-definite matrices that may be singular.
+
+    It is continuous in the matrix, so that the same noise gives samples that vary
+    smoothly with prior and temperature; eigenvectors alone change sign and order.
+    """
+    eigenvalues, Q = torch.linalg.eigh(matrix.double())
+    root = eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)
+    return ((Q * root) @ Q.mT).to(matrix.dtype)
+
+
+def draw(
+    f: FunctionValues,
+    n_samples: int,
+    generator: torch.Generator | None,
+    diagonal_output: bool = False,
+) -> torch.Tensor:
+    """Samples `(S, B, C)`, independent between inputs.
+
+    `diagonal_output` samples the outputs independently, by their marginal variances.
+    """
+    B, C = f.mean.shape
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(
+            *shape, generator=generator, dtype=f.mean.dtype, device=f.mean.device
+        )
+
+    if diagonal_output:
+        return f.mean + f.variance().sqrt() * noise(n_samples, B, C)
+    root = f.root()
+    # (B, C, R) @ (B, R, S) → (B, C, S): one batched product for all samples
+    return f.mean + (root @ noise(B, root.shape[-1], n_samples)).permute(2, 0, 1)
+
+
+def probit(f: FunctionValues, family: Family = Family.CATEGORICAL) -> torch.Tensor:
+    """Probit approximation: logits scaled by 1/√(1 + π/8·var) before the link."""
+    kappa = torch.rsqrt(1 + math.pi / 8 * f.variance())
+    return family.probabilities(kappa * f.mean)
+
+
+def bridge(f: FunctionValues, normalize: bool) -> torch.Tensor:
+    """Laplace bridge to a Dirichlet; `normalize` corrects the variance first."""
+    C = f.mean.shape[-1]
+    tiny = torch.finfo(f.mean.dtype).tiny
+    # Condition on Σ_c f_c = 0, from row sums of f_var alone.
+    rows = f.row_sums()  # (B, C)
+    total = rows.sum(-1, keepdim=True).clamp_min(tiny)
+    mean = f.mean - rows * f.mean.sum(-1, keepdim=True) / total
+    var = (f.variance() - rows.square() / total).clamp_min(tiny)
+    if normalize:
+        c = var.mean(-1, keepdim=True) / math.sqrt(C / 2)
+        mean, var = mean / c.sqrt(), var / c
+    # α = (1 − 2/C + e^f Σ_j e^{-f_j} / C²) / var, in logarithms: e^f may overflow
+    log_ratio = mean + torch.logsumexp(-mean, -1, keepdim=True) - 2 * math.log(C)
+    offset = torch.full_like(log_ratio, max(1 - 2 / C, 0.0)).log()
+    return torch.softmax(torch.logaddexp(offset, log_ratio) - var.log(), dim=-1)
+
+
+def class_probabilities(
+    f: FunctionValues,
+    link_approx: LinkApprox | str,
+    n_samples: int = 100,
+    diagonal_output: bool = False,
+    generator: torch.Generator | None = None,
+    family: Family = Family.CATEGORICAL,
+) -> torch.Tensor:
+    """Probabilities (B, C) of classes or labels by one of Laplace's links."""
+    if link_approx == LinkApprox.PROBIT:
+        return probit(f, family)
+    if link_approx in (LinkApprox.BRIDGE, LinkApprox.BRIDGE_NORM):
+        if family is Family.BERNOULLI:
+            raise ValueError(
+                "The Laplace bridge leads to a Dirichlet over classes; with "
+                "multi_label=True use link_approx='probit' or 'mc'."
+            )
+        return bridge(f, normalize=link_approx == LinkApprox.BRIDGE_NORM)
+    if link_approx != LinkApprox.MC:
+        raise ValueError(
+            f"link_approx must be one of {[link.value for link in LinkApprox]}, "
+            f"got {link_approx!r}."
+        )
+    if not diagonal_output:  # the root is taken once for all chunks
+        f = FunctionValues(f.mean, f.root())
+    total = torch.zeros_like(f.mean)
+    per_sample = f.mean.shape[0] * max(f.factor.shape[1:])
+    for part in chunks(n_samples, SAMPLE_BUDGET // max(1, per_sample)):
+        samples = draw(f, part.stop - part.start, generator, diagonal_output)
+        total = total + family.probabilities(samples).sum(0)
+    return total / n_samples

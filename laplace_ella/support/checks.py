@@ -1,0 +1,61 @@
+"""Checks of arguments and results; each error says what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from laplace_ella.support.batches import has_values
+
+__all__ = ["check_finite", "check_positive", "member", "positive_int"]
+
+E = TypeVar("E", bound=Enum)
+
+
+def member(enum: type[E], name: str, value: Any) -> E:
+    """The member of a str enum, or an error that lists the valid values."""
+    try:
+        return enum(value)
+    except ValueError:
+        raise ValueError(
+            f"{name} must be one of {[m.value for m in enum]}, got {value!r}."
+        ) from None
+
+
+def positive_int(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+    return int(value)
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Numbers and tensors without a graph must be positive; Laplace checks the type."""
+    if isinstance(value, torch.Tensor):
+        # A tensor that is being optimised is the exponential of something.
+        if value.requires_grad or not has_values(value) or value.is_complex():
+            return
+        good = bool((torch.isfinite(value) & (value > 0)).all())
+        shown = f"values from {value.min():.3g} to {value.max():.3g}" * (not good)
+    elif isinstance(value, (int, float)):
+        good, shown = math.isfinite(value) and value > 0, str(value)
+    else:
+        return
+    if not good:
+        raise ValueError(f"{name} must be positive and finite, got {shown}.")
+
+
+def check_finite(flags: list[torch.Tensor], what: str, where: str) -> None:
+    """Read the flags of all batches at once, so that no batch waits for the host."""
+    if not flags or not has_values(flags[0]):
+        return
+    bad = torch.stack(flags).logical_not().nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"NaN or infinite {what} {where}, first in batch {bad[0]} (of "
+            f"{len(flags)}, counted from 0). Check the inputs of that batch and the "
+            "model's weights."
+        )

@@ -1,0 +1,1 @@
+"""Cached features, searches and evidence: choosing what a fit leaves open."""
