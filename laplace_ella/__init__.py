@@ -13,12 +13,15 @@ from laplace_ella.diagnostics.uncertainty import Uncertainty, decompose
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.errors import (
     BorderWarning,
+    InsufficientMemoryError,
+    NotDifferentiableError,
     NotFittedError,
     NumericalWarning,
     RankWarning,
+    SoftmaxWarning,
     UnsupportedLayerError,
 )
-from laplace_ella.fitting.memory import InsufficientMemoryError, MemoryEstimate
+from laplace_ella.fitting.memory import MemoryEstimate
 from laplace_ella.fitting.stopping import EarlyStopping, augmented_validation
 from laplace_ella.last_layer import ELLALLLaplace
 from laplace_ella.posterior.basis import NystromBasis
@@ -59,8 +62,10 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     # Errors and warnings
     "BorderWarning",
     "InsufficientMemoryError",
+    "NotDifferentiableError",
     "NotFittedError",
     "NumericalWarning",
     "RankWarning",
+    "SoftmaxWarning",
     "UnsupportedLayerError",
 ]

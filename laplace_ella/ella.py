@@ -1,59 +1,63 @@
 """`ELLALaplace`: the Nyström-NTK member of the Laplace family.
 
-The class only wires: sampling, gradients, features, algebra and links are the pure
-functions of the other modules. What it does with training data, with new inputs, with
-hyperparameters and with files stands in `_fit`, `_predict`, `_tune` and `_checkpoint`;
-what it assumes of targets in `_observe`, its densities in `_evidence`.
+The class is the adapter to laplace-torch's interface. What it does is done by values
+and functions of the rooms: `fitting` makes a `Fit`, `posterior` turns it into function
+values and probabilities, `tuning` chooses hyperparameters, `derivatives`
+differentiates.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from laplace.baselaplace import BaseLaplace, ParametricLaplace
-from laplace.utils.enums import Likelihood
-from torch import nn
-from tqdm.auto import tqdm
-
-from laplace_ella.derivatives.backends import resolve
-from laplace_ella.derivatives.features import FeatureMode
-from laplace_ella.derivatives.linearizer import Linearizer
-from laplace_ella.derivatives.model_function import (
-    ModelFunction,
-    matching_names,
-    unwrap,
+from laplace.utils.enums import (
+    LinkApprox,
+    PredType,
+    PriorStructure,
+    TuningMethod,
 )
-from laplace_ella.derivatives.rows import RowMode
-from laplace_ella.errors import NotFittedError
-from laplace_ella.fitting.checkpoint import Checkpointing
-from laplace_ella.fitting.evidence import Evidence
-from laplace_ella.fitting.fit import Fitting
-from laplace_ella.fitting.memory import parse_bytes
-from laplace_ella.fitting.observe import Observing, from_numpy
-from laplace_ella.fitting.predict import Predicting
-from laplace_ella.posterior.basis import NystromBasis
+from torch.utils.data import DataLoader
+
+from laplace_ella.fitting import sampling
+from laplace_ella.fitting.memory import MemoryEstimate
+from laplace_ella.fitting.stopping import EarlyStopping, check_stopping
+from laplace_ella.interface.predicting import PredictingLaplace
+from laplace_ella.posterior.fit import Fit, Sums
+from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.subspace import Complement, SubspacePosterior
-from laplace_ella.support.batches import split_batch, to_device
-from laplace_ella.support.checks import check_positive, member, positive_int
+from laplace_ella.support.checks import (
+    check_positive,
+    member,
+    positive_int,
+)
 from laplace_ella.support.layout import OutputLayout
-from laplace_ella.support.preserve import evaluation_mode, random_states
-from laplace_ella.tuning.tune import Tuning
+from laplace_ella.support.preserve import full_precision
+from laplace_ella.tuning.cache import FeatureCache
+from laplace_ella.tuning.evidence import Evidence, climb, maximize
+from laplace_ella.tuning.search import (
+    rank_by_evidence,
+    search_grid,
+    search_prior,
+    search_rank,
+    search_temperature,
+    search_temperature_and_prior,
+)
+from laplace_ella.tuning.validation import (
+    DEFAULT_LINK,
+    Loss,
+    Validator,
+    check_loss,
+    score,
+)
 
 __all__ = ["ELLALaplace"]
 
 
-class ELLALaplace(
-    Observing,
-    Fitting,
-    Evidence,
-    Predicting,
-    Tuning,
-    Checkpointing,
-    ParametricLaplace,
-):
+class ELLALaplace(PredictingLaplace):
     """Linearised Laplace with a Nyström approximation of the neural tangent kernel.
 
     ELLA (Deng, Zhou and Zhu, NeurIPS 2022) takes K directions V of parameter space,
@@ -151,311 +155,438 @@ enable_backprop, dict_key_x, dict_key_y
     # how Laplace(..., subset_of_weights, hessian_structure) finds this class
     _key = ("all", "nystrom")
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: Likelihood | str,
-        sigma_noise: float | torch.Tensor = 1.0,
-        prior_precision: float | torch.Tensor = 1.0,
-        prior_mean: float | torch.Tensor = 0.0,
-        temperature: float = 1.0,
-        enable_backprop: bool = False,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        backend: type | None = None,
-        backend_kwargs: dict[str, Any] | None = None,
-        asdl_fisher_kwargs: dict[str, Any] | None = None,
-        *,
-        subsample_size: int = 2000,
-        n_eigenvalues: int | str = 20,
-        seed: int = 1234,
-        balanced: bool = False,
-        feature_mode: FeatureMode | str = FeatureMode.AUTO,
-        row_mode: RowMode | str = RowMode.AUTO,
-        complement: Complement | str = Complement.DROP,
-        stochastic: bool | int = False,
-        chunk_size: int | None = None,
-        memory_budget: int | float | str | None = None,
-        basis_dtype: torch.dtype | None = None,
-        basis_device: torch.device | str | None = None,
-        compile: bool | dict[str, Any] = False,
-        output_layout: OutputLayout | str = OutputLayout.FLAT,
-        multi_label: bool = False,
-        params: Sequence[str] | None = None,
-    ) -> None:
-        self.subsample_size = positive_int("subsample_size", subsample_size)
-        self.n_eigenvalues = n_eigenvalues
-        if n_eigenvalues != "auto":
-            self.n_eigenvalues = positive_int("n_eigenvalues", n_eigenvalues)
-        if chunk_size is not None:
-            positive_int("chunk_size", chunk_size)
-        self.row_mode, stochastic = resolve(
-            backend,
-            backend_kwargs,
-            asdl_fisher_kwargs,
-            member(RowMode, "row_mode", row_mode),
-            stochastic,
-        )
-        if not isinstance(stochastic, bool):
-            positive_int("stochastic", stochastic)
-        if memory_budget is not None:
-            parse_bytes(memory_budget)
-        self.stochastic = stochastic
-        self.memory_budget = memory_budget
-        self.basis_dtype = basis_dtype
-        self.basis_device = None if basis_device is None else torch.device(basis_device)
-        self.seed = seed
-        self.balanced = balanced
-        self.feature_mode = member(FeatureMode, "feature_mode", feature_mode)
-        self.chunk_size = chunk_size
-        self.compile = compile
-        self.basis: NystromBasis | None = None
-        self._layer_grams: list[torch.Tensor] = []
-        self.complement = complement
-        self._stream: torch.Generator | None = None
-        self.history: list[dict[str, float]] = []
-        self.output_layout = member(OutputLayout, "output_layout", output_layout)
-        self.multi_label = multi_label
-        names = self._laplace_parameters(model, params)
-        sigma_noise = from_numpy(sigma_noise)
-        several = isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() != 1
-        super().__init__(
-            model,
-            likelihood,
-            1.0 if several else sigma_noise,
-            prior_precision if params is None else 1.0,
-            prior_mean if params is None else 0.0,
-            temperature,
-            enable_backprop,
-            dict_key_x,
-            dict_key_y,
-            None,  # Laplace refuses BackPACK with frozen layers, which work here
-            backend_kwargs,
-            asdl_fisher_kwargs,
-        )
-        if backend is not None:
-            self._backend_cls = backend
-        self._linearizer = Linearizer(
-            ModelFunction(unwrap(model), names),
-            dict_key_x,
-            self.feature_mode,
-            self.row_mode,
-            chunk_size,
-            compile,
-        )
-        self._check_multi_label()
-        if several:
-            self.sigma_noise = sigma_noise
-        if params is not None:
-            self._restrict(names, prior_precision, prior_mean)
-
-    @staticmethod
-    def _laplace_parameters(
-        model: nn.Module, patterns: Sequence[str] | None = None
-    ) -> list[str]:
-        """Names of the parameters that get a posterior: those that were asked for, or
-        all that require gradients."""
-        named = list(unwrap(model).named_parameters())
-        if patterns is not None:
-            return matching_names([name for name, _ in named], patterns)
-        names = [name for name, p in named if p.requires_grad]
-        if not names:
-            raise ValueError(
-                "The model has no trainable parameter: expected at least one with "
-                f"requires_grad=True, got {len(named)} parameters without. Call "
-                "requires_grad_(True) on the layers that should be uncertain."
-            )
-        return names
-
-    def _restrict(
-        self,
-        names: Sequence[str],
-        prior_precision: float | torch.Tensor,
-        prior_mean: float | torch.Tensor,
-    ) -> None:
-        """Give a posterior to these parameters only."""
-        model = unwrap(self.model)
-        named = dict(model.named_parameters())
-        self._linearizer.fn = ModelFunction(model, names)
-        self.params = [named[name] for name in names]
-        self.n_params = sum(p.numel() for p in self.params)
-        self.n_layers = len(self.params)
-        self.prior_precision, self.prior_mean = prior_precision, prior_mean
-        self.mean = self.prior_mean
-
-    # Settings of the base class that must invalidate or check more here
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Dtype of results and hyperparameters: the model's, float32 at least."""
-        dtype = next(self.model.parameters()).dtype
-        return torch.promote_types(dtype, torch.float32)
-
-    @property
-    def temperature(self) -> float:
-        """Temperature of the likelihood; setting it changes the posterior at once."""
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, temperature: float) -> None:
-        if not (isinstance(temperature, torch.Tensor) or temperature > 0):
-            raise ValueError(
-                f"temperature must be positive, got {temperature}. Use a small "
-                "positive value for a concentrated posterior."
-            )
-        self._temperature = temperature
-        self._posterior_scale = None
-
-    @property
-    def complement(self) -> Complement:
-        """What becomes of the directions outside the basis."""
-        return self._complement
-
-    @complement.setter
-    def complement(self, complement: Complement | str) -> None:
-        self._complement = member(Complement, "complement", complement)
-        self._posterior_scale = None
-
-    @property
-    def prior_precision(self) -> torch.Tensor:
-        """Prior precision: scalar `(1,)`, layerwise `(L,)` or diagonal `(P,)`."""
-        return self._prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, prior_precision: float | torch.Tensor) -> None:
-        check_positive("prior_precision", prior_precision)
-        BaseLaplace.prior_precision.fset(self, prior_precision)
-
     # Fitting
 
-    def _init_H(self) -> None:
-        rank = 0 if self.n_eigenvalues == "auto" else self.n_eigenvalues
-        self.H = torch.zeros(rank, rank, device=self._device, dtype=torch.float64)
+    def fit(
+        self,
+        train_loader: DataLoader,
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        val_loader: DataLoader | None = None,
+        early_stopping: EarlyStopping | bool | None = None,
+        balanced: bool | None = None,
+    ) -> None:
+        """Fit the posterior: sample the basis, then add up the curvature.
 
-    @property
-    def rank(self) -> int:
-        """K as it came out: n_eigenvalues, or the usable rank if that is lower."""
-        self._check_fitted()
-        return self.basis.rank
-
-    def _check_fitted(self) -> None:
-        if self.basis is None:
-            raise NotFittedError(
-                f"This {type(self).__name__} is not fitted: call fit(train_loader) or "
-                "load_state_dict() first."
+        Parameters
+        ----------
+        train_loader : torch.utils.data.DataLoader
+            batches `(X, y)` or mappings, over a data set with indices; shuffled, if
+            the fit may stop early
+        override : bool, default=True
+            False keeps the basis and what was added up so far, and adds this data
+        progress_bar : bool, default=False
+        val_loader : torch.utils.data.DataLoader, optional
+            validation data; `history` records the loss on it as data are added
+        early_stopping : EarlyStopping or bool, optional
+            keep the posterior with the best validation loss, and end the pass when
+            there has been no better one for long; True for the default settings
+        balanced : bool, optional
+            whether to draw the classes evenly; default as given to the constructor
+        """
+        balanced = self._check_balanced(train_loader, balanced)
+        stopping = check_stopping(early_stopping, val_loader)
+        loaders = [train_loader] if val_loader is None else [train_loader, val_loader]
+        with self._undisturbed(*loaders):
+            # Nothing is assigned before the end: a failed fit loses nothing.
+            if override or self.fitted is None:
+                start = self._without_data(train_loader, balanced, progress_bar)
+            else:
+                start = self.fitted
+            validator = posterior = None
+            if val_loader is not None:
+                plan = stopping or EarlyStopping()
+                posterior = self._posterior_of(start)
+                validator = self._validator(
+                    posterior,
+                    val_loader,
+                    plan.loss,
+                    plan.link_approx,
+                    plan.n_samples,
+                    progress_bar,
+                )
+            fit = self.fitter.add_up(
+                train_loader, start, progress_bar, validator, posterior, stopping
             )
+        self._adopt(fit)
 
-    _check_H_init = _check_fitted
+    def fit_basis(
+        self,
+        train_loader: DataLoader,
+        progress_bar: bool = False,
+        balanced: bool | None = None,
+    ) -> None:
+        """Sample the directions, and no data yet.
 
-    def _set_basis(self, basis: NystromBasis) -> None:
-        self.basis = basis
-        self._layer_grams = []
-        self._posterior_scale = None
+        The posterior is the prior on them; `fit(..., override=False)` or
+        `fit_features` adds data.
+        """
+        balanced = self._check_balanced(train_loader, balanced)
+        with self._undisturbed(train_loader):
+            fit = self._without_data(train_loader, balanced, progress_bar)
+        self._adopt(fit)
 
-    @contextmanager
-    def _undisturbed(self, *loaders: Any) -> Iterator[None]:
-        """Eval mode, no graph, and everything of the user's restored on exit."""
-        with (
-            torch.inference_mode(False),  # derivatives need what it leaves out
-            evaluation_mode(self.model),
-            random_states(self._device, *loaders),
-            torch.set_grad_enabled(self.enable_backprop and not loaders),
-        ):
-            yield
+    def fit_features(self, cache: FeatureCache, override: bool = True) -> None:
+        """Add up the curvature of cached features, which `fit` would compute.
 
-    def _batches(
-        self, loader: Any, description: str, progress_bar: bool
-    ) -> Iterator[tuple[Any, torch.Tensor]]:
-        bar = tqdm(loader, desc=description, disable=not progress_bar)
-        for batch in bar:
-            x, y = split_batch(batch, self.dict_key_y)
-            yield to_device(x, self._device), y
-
-    def _linearize(
-        self, x: Any, basis: NystromBasis, create_graph: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs (B·S, C) and features (B·S, C, K) of inputs on the device."""
-        outputs = self._differentiate(x, basis, create_graph)
-        f, phi = (self._positions.rows(t) for t in outputs)
-        return f, phi
-
-    def _differentiate(
-        self, x: Any, basis: NystromBasis, create_graph: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs (B, S·C) and features (B, S·C, K) of inputs on the device."""
-        f, phi = self._linearizer.features(x, basis.directions, create_graph)
-        return f.to(self._dtype), phi.to(self._dtype)
-
-    def _rows_of(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Outputs (B, S·C) of the model as rows (B·S, C)."""
-        return self._positions.rows(outputs.to(self._dtype))
-
-    # Posterior
-
-    @property
-    def posterior(self) -> SubspacePosterior:
-        """The current posterior; kept until a hyperparameter changes."""
-        self._check_fitted()
-        if self._posterior_scale is None:
-            posterior = self._posterior_of(self.basis, self.H)
-            self._posterior_scale = posterior.with_(
-                H=posterior.H.detach(),
-                factor=posterior.factor.detach(),
-                prior=posterior.prior.detach(),
+        Parameters
+        ----------
+        cache : FeatureCache
+            of the training data, made with this basis: after `fit_basis` for example
+        override : bool, default=True
+            False adds to the data that are there
+        """
+        start = self._checked_fit()
+        if self.output_layout is not OutputLayout.FLAT:
+            raise ValueError(
+                "fit_features is for outputs (B, C): a cache does not say which "
+                f"positions belong to one example, got output_layout="
+                f"{self.output_layout.value!r}. Use fit(train_loader, override=False)."
             )
-        return self._posterior_scale
+        plain = self._posterior_of(start).with_(complement=Complement.DROP)
+        cache = cache.serving(plain)
+        if override:
+            n_noises = self.sigma_noise.numel()
+            sums = Sums.zero(start.basis.rank, n_noises, self._device)
+            start = replace(start, sums=sums)
+        with torch.no_grad(), full_precision(self._device):
+            fit = self.fitter.add_cache(cache.to(self._device), start)
+        self._adopt(fit)
 
-    def _build_posterior(self) -> SubspacePosterior:
-        """The current posterior with the graph of its hyperparameters."""
-        self._check_fitted()
-        return self._posterior_of(self.basis, self.H)
-
-    def _posterior_of(self, basis: NystromBasis, H: torch.Tensor) -> SubspacePosterior:
-        """A posterior with the current hyperparameters."""
-        H, factor = self._weighted(H)
-        return SubspacePosterior(
+    def _without_data(
+        self, train_loader: Any, balanced: bool, progress_bar: bool
+    ) -> Fit:
+        """A new basis, and sums of nothing."""
+        basis, output_shape = self.fitter.sample_basis(
+            train_loader, balanced, progress_bar
+        )
+        return Fit(
             basis,
-            H,
-            factor,
-            self.prior_precision,
-            tuple(self._linearizer.fn.numels()),
-            self.complement,
-            self._layer_grams if basis is self.basis else [],
+            Sums.zero(basis.rank, self.sigma_noise.numel(), self._device),
+            output_shape,
+            self._linearizer.fn.flat(),
         )
 
-    def sample(
-        self, n_samples: int = 100, generator: torch.Generator | None = None
-    ) -> torch.Tensor:
-        """Weights from the posterior, `(n_samples, P)`."""
-        posterior = self.posterior
-        self._check_generator(generator)
-        generator = generator or self._own_stream()
-
-        def noise(n: int) -> torch.Tensor:
-            return torch.randn(
-                n_samples,
-                n,
-                generator=generator,
-                dtype=self._dtype,
-                device=self._device,
+    def _check_balanced(self, train_loader: Any, balanced: bool | None) -> bool:
+        """Refuse what cannot work, before anything is computed."""
+        sampling.check_loader(train_loader)
+        balanced = self.balanced if balanced is None else balanced
+        if balanced and self._family is not Family.CATEGORICAL:
+            why = (
+                "with multi_label=True an example has no single class"
+                if self.multi_label
+                else "this likelihood is regression"
             )
+            raise ValueError(
+                f"balanced=True draws classes evenly and is for classification; {why}. "
+                "Use balanced=False."
+            )
+        return balanced
 
-        inside = noise(self.rank)
-        outside = noise(self.n_params) if posterior.needs_kernel else None
-        return self.mean.to(self._dtype) + posterior.sample_offsets(inside, outside)
+    def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
+        """What `fit(train_loader)` would need, from one forward pass of one example."""
+        sampling.check_loader(train_loader)
+        with self._undisturbed(train_loader):
+            indices = sampling.eligible_indices(train_loader)
+            fitter = self.fitter
+            probe = fitter.probe(train_loader, indices)
+            return fitter.estimate(probe, len(indices) * math.prod(probe.output_shape))
 
-    def _own_stream(self) -> torch.Generator | None:
-        """Generator of samples without one: goes on from call to call."""
-        if self._stream is None:
-            self._stream = self._fresh_generator()
-        return self._stream
+    # Hyperparameters
 
-    def _fresh_generator(self) -> torch.Generator | None:
-        """A generator on the model's device, made from `seed`."""
-        if self._device.type == "cuda" and not torch.cuda.is_available():
-            return None  # fake tensors: there is no device to draw on
-        return torch.Generator(self._device).manual_seed(self.seed)
+    def _validator(
+        self,
+        posterior: SubspacePosterior,
+        data: DataLoader | FeatureCache | None,
+        loss: Loss | None,
+        link_approx: LinkApprox | str,
+        n_samples: int,
+        progress_bar: bool,
+    ) -> Validator:
+        """Validation loss over features that are computed now, or were before."""
+        link_approx = member(LinkApprox, "link_approx", link_approx)
+        positive_int("n_samples", n_samples)
+        check_loss(loss)
+        if data is None:
+            raise ValueError(
+                "method='gridsearch' compares predictions on validation data: pass "
+                "val_loader=, or use method='marglik'."
+            )
+        if not isinstance(data, FeatureCache):
+            data = self._cache(posterior, data, progress_bar)
+        observation = self._observation
+        return Validator(
+            data.serving(posterior).to(self._device),
+            loss,
+            observation,
+            link_approx,
+            n_samples,
+            self._fresh_generator,
+        )
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Generators do not move between devices; the posterior is made anew.
-        return {**self.__dict__, "_stream": None, "_posterior_scale": None}
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: TuningMethod | str = TuningMethod.MARGLIK,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | torch.Tensor = 1.0,
+        prior_structure: PriorStructure | str = PriorStructure.SCALAR,
+        val_loader: DataLoader | FeatureCache | None = None,
+        loss: Loss | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: LinkApprox | str = DEFAULT_LINK,
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+    ) -> None:
+        """Choose the prior precision by the evidence or on validation data.
+
+        The parameters are those of every Laplace class. Two things differ for
+        `method='gridsearch'`: the features of the validation data are computed once
+        for the whole grid, and the default loss of regression is the negative log
+        likelihood, because the mean of a linearised predictive, and so its square
+        error, does not depend on the prior.
+        """
+        fit = self._checked_fit()
+        pred_type = member(PredType, "pred_type", pred_type)
+        method = member(TuningMethod, "method", method)
+        structure = member(PriorStructure, "prior_structure", prior_structure)
+        if method == TuningMethod.MARGLIK:
+            positive_int("n_steps", n_steps)
+            check_positive("lr", lr)
+            check_positive("init_prior_prec", init_prior_prec)
+            init = torch.as_tensor(
+                init_prior_prec, device=self._device, dtype=self._dtype
+            ).reshape(-1)
+            if len(init) == 1 and structure != PriorStructure.SCALAR:
+                layerwise = structure == PriorStructure.LAYERWISE
+                init = init.repeat(self.n_layers if layerwise else self.n_params)
+            if len(init) not in (1, self.n_layers, self.n_params):
+                raise ValueError(
+                    f"init_prior_prec has {len(init)} values, expected 1, "
+                    f"{self.n_layers} (layerwise) or {self.n_params} (diagonal)."
+                )
+            evidence = Evidence.of(
+                fit,
+                self._observation,
+                self.posterior.with_(prior=init),
+                torch.as_tensor(self.prior_mean),
+                many=True,
+            )
+            chosen = climb(evidence, init, n_steps, lr, progress_bar)
+        else:
+            positive_int("grid_size", grid_size)
+            grid = torch.logspace(
+                log_prior_prec_min,
+                log_prior_prec_max,
+                grid_size,
+                base=log_prior_prec_base,
+            )
+            if pred_type == PredType.NN:
+                chosen = self._search_prior_by_sampling(
+                    grid, val_loader, loss, n_samples, progress_bar
+                )
+            else:
+                # With a scalar prior, whose features hold for the whole grid.
+                posterior = self.posterior.with_(prior=grid[:1].to(self.H))
+                validator = self._validator(
+                    posterior, val_loader, loss, link_approx, n_samples, progress_bar
+                )
+                chosen = search_prior(posterior, grid, validator, progress_bar)
+        self.prior_precision = chosen
+        if verbose:
+            print(f"Optimized prior precision is {self.prior_precision}.")
+
+    def _search_prior_by_sampling(
+        self,
+        grid: torch.Tensor,
+        val_loader: Any,
+        loss: Loss | None,
+        n_samples: int,
+        progress_bar: bool,
+    ) -> torch.Tensor:
+        """The best prior for predictions with sampled weights, which no features
+        shorten."""
+        positive_int("n_samples", n_samples)
+        check_loss(loss)
+        if val_loader is None or isinstance(val_loader, FeatureCache):
+            raise ValueError(
+                "pred_type='nn' runs the network with sampled weights: pass a "
+                f"DataLoader as val_loader=, got {type(val_loader).__name__}."
+            )
+        observation = self._observation
+        loss = observation.default_loss() if loss is None else loss
+        before = self.prior_precision
+
+        def predictions() -> Iterator[tuple[Any, torch.Tensor]]:
+            for x, y in self.fitter.batches(val_loader):
+                output = self(
+                    x, "nn", link_approx="mc", n_samples=n_samples, fitting=True
+                )
+                parts = output if isinstance(output, tuple) else (output,)
+                positions = self.output_layout.of(tuple(parts[0].shape[1:]))
+                rows = [positions.rows(part.flatten(1)) for part in parts]
+                y, known = observation.rows(y, len(rows[0]), positions)
+                y = y.to(self._device)
+                if known is not None and positions.shape:
+                    known = known.to(self._device)
+                    rows, y = [part[known] for part in rows], y[known]
+                yield tuple(rows) if isinstance(output, tuple) else rows[0], y
+
+        def evaluate(prior: torch.Tensor) -> float:
+            self.prior_precision = prior
+            value = score(predictions(), loss)
+            return math.inf if math.isnan(value) else value
+
+        try:
+            with self._undisturbed(val_loader):
+                return search_grid(grid, evaluate, progress_bar)
+        finally:
+            self.prior_precision = before
+
+    @property
+    def effective_n_data(self) -> float:
+        """N/T: how many data the tempered likelihood weighs as much as."""
+        return self.n_data / float(self.temperature)
+
+    def optimize_temperature(
+        self,
+        val_loader: DataLoader | FeatureCache,
+        loss: Loss | None = None,
+        link_approx: LinkApprox | str = DEFAULT_LINK,
+        n_samples: int = 512,
+        tune_prior: bool = False,
+        log_prior_prec_min: float = -2,
+        log_prior_prec_max: float = 4,
+        progress_bar: bool = False,
+    ) -> None:
+        """Temper the likelihood to an effective number of data N/T.
+
+        The posterior of N data is often too narrow (see `fit` with early stopping);
+        scaling its curvature to that of fewer data is smoother than using fewer,
+        needs no second pass over the training data, and averages over all of them.
+
+        Parameters
+        ----------
+        val_loader : DataLoader or FeatureCache
+        loss : torchmetrics.Metric or callable, optional
+            as for `optimize_prior_precision`; the negative log likelihood by default
+        link_approx : LinkApprox or str, default="probit"
+            set it to the one you predict with
+        n_samples : int, default=512
+        tune_prior : bool, default=False
+            choose a scalar prior precision, within 10**log_prior_prec_min and
+            10**log_prior_prec_max, at the same time
+        """
+        posterior = self.posterior
+        posterior = posterior.with_(factor=posterior.factor * self.temperature)
+        if tune_prior:
+            posterior = posterior.with_(prior=torch.ones_like(posterior.H[0, :1]))
+        validator = self._validator(
+            posterior, val_loader, loss, link_approx, n_samples, progress_bar
+        )
+        if not tune_prior:
+            self.temperature = search_temperature(posterior, self.n_data, validator)
+            return
+        bounds = (log_prior_prec_min, log_prior_prec_max)
+        temperature, prior = search_temperature_and_prior(
+            posterior, self.n_data, validator, bounds
+        )
+        self.temperature, self.prior_precision = temperature, prior
+
+    def optimize_sigma_noise(
+        self,
+        n_steps: int = 200,
+        lr: float = 0.1,
+        tune_prior: bool = True,
+        progress_bar: bool = False,
+    ) -> None:
+        """Choose the observation noise by the evidence, with the prior precision.
+
+        Starts from the current values; the structure of the prior is kept, and so is
+        that of the noise: one for all outputs, or one for each.
+        """
+        fit = self._checked_fit()
+        if not self._family.is_regression:
+            raise ValueError(
+                f"sigma_noise is for regression; this likelihood is {self.likelihood}."
+            )
+        positive_int("n_steps", n_steps)
+        check_positive("lr", lr)
+        evidence = Evidence.of(
+            fit,
+            self._observation,
+            self.posterior,
+            torch.as_tensor(self.prior_mean),
+            many=True,
+        )
+        noise, prior = maximize(
+            evidence, self.prior_precision, n_steps, lr, tune_prior, progress_bar
+        )
+        self.sigma_noise, self.prior_precision = noise, prior
+
+    def optimize_rank(
+        self,
+        method: TuningMethod | str = TuningMethod.MARGLIK,
+        val_loader: DataLoader | FeatureCache | None = None,
+        ranks: Sequence[int] | None = None,
+        loss: Loss | None = None,
+        link_approx: LinkApprox | str = DEFAULT_LINK,
+        n_samples: int = 512,
+        share: float = 0.95,
+        progress_bar: bool = False,
+    ) -> list[dict[str, float]]:
+        """Choose the number of directions from one fit, and truncate to it.
+
+        The basis is nested, so every k ≤ K is there already, as a leading block.
+
+        Parameters
+        ----------
+        method : {'marglik', 'gridsearch'}
+            'marglik' takes the smallest rank at which the Occam factor of the evidence
+            has reached `share` of its value at K (at fixed weights the evidence itself
+            falls with every direction, so its maximum would always be rank 1);
+            'gridsearch' takes the rank with the lowest validation loss
+        val_loader : DataLoader or FeatureCache, optional
+            for 'gridsearch'
+        ranks : sequence of int, optional
+            candidates for 'gridsearch'; all by default
+
+        Returns
+        -------
+        list of dict
+            rank and 'log_marginal_likelihood' or 'loss' of every candidate
+        """
+        method = member(TuningMethod, "method", method)
+        if not 0 < share <= 1:
+            raise ValueError(f"share must lie in (0, 1], got {share}.")
+        posterior = self.posterior
+        if method == TuningMethod.MARGLIK:
+            full = self.log_marginal_likelihood().detach().double()
+            ratios = posterior.log_det_ratios()
+            evidence = (full + 0.5 * (ratios[-1] - ratios)).tolist()
+            self.truncate(rank_by_evidence(posterior, share))
+            return [
+                {"rank": k, "log_marginal_likelihood": value}
+                for k, value in enumerate(evidence, start=1)
+            ]
+        candidates = sorted(ranks) if ranks is not None else range(1, self.rank + 1)
+        if not candidates or candidates[0] < 1 or candidates[-1] > self.rank:
+            raise ValueError(
+                f"ranks must be some of 1..{self.rank}, got {list(candidates)}; fit "
+                "with a larger n_eigenvalues for larger ones."
+            )
+        validator = self._validator(
+            posterior, val_loader, loss, link_approx, n_samples, progress_bar
+        )
+        rank, losses = search_rank(posterior, candidates, validator)
+        self.truncate(rank)
+        return [
+            {"rank": k, "loss": value}
+            for k, value in zip(candidates, losses, strict=True)
+        ]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "BorderWarning",
+    "InsufficientMemoryError",
+    "NotDifferentiableError",
     "NotFittedError",
     "NumericalWarning",
     "RankWarning",
+    "SoftmaxWarning",
     "UnsupportedLayerError",
 ]
 
@@ -19,6 +24,46 @@ class UnsupportedLayerError(RuntimeError):
     """A backend has no, or wrong, gradients for a layer; the message names it."""
 
 
+class NotDifferentiableError(RuntimeError):
+    """No way to differentiate the model works; the message has what each one said.
+
+    Parameters
+    ----------
+    failures : mapping of str to Exception
+        what each way raised, by its name
+    """
+
+    def __init__(self, failures: Mapping[str, Exception]) -> None:
+        self.failures = dict(failures)
+        super().__init__(
+            f"The model could not be differentiated. {self.said}. Options: another "
+            "feature_mode (forward, reverse, double_vjp) or row_mode (vmap, loop), "
+            "freezing the layers with the unsupported operator "
+            "(requires_grad_(False)), or subset_of_weights='last_layer'."
+        )
+
+    @property
+    def said(self) -> str:
+        """The first line of every failure."""
+        return "; ".join(
+            f"{name}: {_first_line(error)}" for name, error in self.failures.items()
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Exception]]]:
+        return type(self), (self.failures,)
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, NotDifferentiableError):
+        return error.said
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+class InsufficientMemoryError(MemoryError):
+    """The work cannot fit; the message says what is needed, there, and changeable."""
+
+
 class RankWarning(UserWarning):
     """The sampled gradients span fewer directions than were asked for."""
 
@@ -29,3 +74,7 @@ class BorderWarning(UserWarning):
 
 class NumericalWarning(UserWarning):
     """A matrix was regularised to be factorised; the message has the amount."""
+
+
+class SoftmaxWarning(UserWarning):
+    """A classifier seems to return probabilities, where logits are expected."""

@@ -12,13 +12,11 @@ from laplace.utils.enums import Likelihood
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_ella.derivatives.features import FeatureMode
 from laplace_ella.derivatives.model_function import unwrap
-from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.fitting import sampling
-from laplace_ella.posterior.subspace import Complement
-from laplace_ella.support.layout import OutputLayout
+from laplace_ella.fitting.memory import MemoryEstimate
+from laplace_ella.posterior.fit import Fit
 
 __all__ = ["ELLALLLaplace"]
 
@@ -58,23 +56,13 @@ class ELLALLLaplace(ELLALaplace):
         last_layer_name: str | None = None,
         backend_kwargs: dict[str, Any] | None = None,
         asdl_fisher_kwargs: dict[str, Any] | None = None,
-        *,
-        subsample_size: int = 2000,
-        n_eigenvalues: int | str = 20,
-        seed: int = 1234,
-        balanced: bool = False,
-        feature_mode: FeatureMode | str = FeatureMode.AUTO,
-        row_mode: RowMode | str = RowMode.AUTO,
-        complement: Complement | str = Complement.DROP,
-        stochastic: bool | int = False,
-        chunk_size: int | None = None,
-        memory_budget: int | float | str | None = None,
-        basis_dtype: torch.dtype | None = None,
-        basis_device: torch.device | str | None = None,
-        compile: bool | dict[str, Any] = False,
-        output_layout: OutputLayout | str = OutputLayout.FLAT,
-        multi_label: bool = False,
+        **options: Any,
     ) -> None:
+        if "parameter_names" in options:
+            raise TypeError(
+                "parameter_names= chooses parameters of the whole network; here they "
+                "are the last layer's. Use subset_of_weights='all'."
+            )
         if asdl_fisher_kwargs is not None:
             raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
         super().__init__(
@@ -89,21 +77,7 @@ class ELLALLLaplace(ELLALaplace):
             dict_key_y,
             backend,
             backend_kwargs,
-            subsample_size=subsample_size,
-            n_eigenvalues=n_eigenvalues,
-            seed=seed,
-            balanced=balanced,
-            feature_mode=feature_mode,
-            row_mode=row_mode,
-            complement=complement,
-            stochastic=stochastic,
-            chunk_size=chunk_size,
-            memory_budget=memory_budget,
-            basis_dtype=basis_dtype,
-            basis_device=basis_device,
-            compile=compile,
-            output_layout=output_layout,
-            multi_label=multi_label,
+            **options,
         )
         self.feature_reduction = feature_reduction
         self._last_layer_name = last_layer_name
@@ -112,12 +86,16 @@ class ELLALLLaplace(ELLALaplace):
         if last_layer_name is not None:
             self._set_last_layer(last_layer_name)
         else:  # like Laplace: known at fit, checked then
-            self.n_params = self.n_layers = None
-            self._prior_precision = prior_precision
-            self._prior_mean = prior_mean
+            unknown: dict[str, Any] = {
+                "n_params": None,
+                "n_layers": None,
+                "_prior_precision": prior_precision,
+                "_prior_mean": prior_mean,
+            }
+            self.__dict__.update(unknown)
 
     @staticmethod
-    def _laplace_parameters(
+    def _uncertain_names(
         model: nn.Module, patterns: Sequence[str] | None = None
     ) -> list[str]:
         # All for now; the last layer's are known once it is found.
@@ -139,37 +117,48 @@ class ELLALLLaplace(ELLALaplace):
         self.last_layer_name = name
         self._restrict(names, *self._asked_prior)
 
-    def fit(
-        self,
-        train_loader: DataLoader,
-        override: bool = True,
-        progress_bar: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        if self.last_layer_name is None:
-            sampling.check_loader(train_loader)
-            first = sampling.subset(
-                train_loader, sampling.eligible_indices(train_loader)[:1]
-            )
-            with self._undisturbed(train_loader):
-                for x, _ in self._batches(first, "", False):
-                    # Laplace's search hooks into the model, so it gets a copy.
-                    copy = FeatureExtractor(deepcopy(unwrap(self.model)))
-                    copy.find_last_layer(x)
-            self._set_last_layer(copy._last_layer_name)
-        super().fit(train_loader, override, progress_bar, **kwargs)
+    def _without_data(
+        self, train_loader: Any, balanced: bool, progress_bar: bool
+    ) -> Fit:
+        self._find_last_layer(train_loader)
+        return super()._without_data(train_loader, balanced, progress_bar)
+
+    def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
+        sampling.check_loader(train_loader)
+        with self._undisturbed(train_loader):
+            self._find_last_layer(train_loader)
+        return super().estimate_memory(train_loader)
+
+    def _find_last_layer(self, train_loader: Any) -> None:
+        """Find the last layer by a forward pass, if it is not known yet."""
+        if self.last_layer_name is not None:
+            return
+        one = sampling.subset(train_loader, sampling.eligible_indices(train_loader)[:1])
+        x, _ = next(self.fitter.batches(one))
+        # Laplace's search hooks into the model, so it gets a copy.
+        extractor = FeatureExtractor(deepcopy(unwrap(self.model)))
+        extractor.find_last_layer(x)
+        self._set_last_layer(extractor._last_layer_name)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "last_layer_name": self.last_layer_name}
 
-    def _check_state(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict.get("last_layer_name")
         if saved is not None and self.last_layer_name not in (None, saved):
             raise ValueError(
                 f"The checkpoint's last layer is {saved!r}, this object's "
                 f"{self.last_layer_name!r}. Pass last_layer_name={saved!r}."
             )
-        if saved is not None and self.last_layer_name is None:
+        if self.last_layer_name is None:
             if saved in dict(unwrap(self.model).named_modules()):
-                self._set_last_layer(saved)
-        super()._check_state(state_dict)
+                before = self.__dict__.copy()
+                try:
+                    self._set_last_layer(saved)
+                    super().load_state_dict(state_dict)
+                except BaseException:
+                    self.__dict__.clear()
+                    self.__dict__.update(before)
+                    raise
+                return
+        super().load_state_dict(state_dict)

@@ -639,22 +639,22 @@ def test_rung(name, problem, rung):
             raise
         pytest.skip(f"not with torch {torch.__version__}: {error}")
     check_features(problem, la)
-    linearizer = la._linearizer
-    assert linearizer.feature_mode == modes["feature_mode"]
-    assert linearizer.row_mode == modes.get("row_mode", linearizer.row_mode)
+    chosen = la._linearizer.modes(la.rank)
+    assert chosen.features == modes["feature_mode"]
+    assert chosen.rows == modes.get("row_mode", chosen.rows)
     if measured_here() and rung == "forward":
-        assert arch.forward == "vmap" or not linearizer._vectorized
+        assert arch.forward == "vmap" or not chosen.together
 
 
 def test_the_ladder_finds_a_rung_that_works(name, la):
     """What `auto` chose is among what works."""
     if not measured_here():
         pytest.skip(f"the rungs were measured with torch {MEASURED_WITH}")
-    arch, linearizer = ARCHITECTURES[name], la._linearizer
-    assert linearizer.feature_mode in supported(arch) | {"reverse"}
-    if linearizer.feature_mode == "forward":
-        assert arch.forward == "vmap" or not linearizer._vectorized
-    assert arch.rows == "vmap" or linearizer.jacobian_mode in (None, "loop")
+    arch, chosen = ARCHITECTURES[name], la._linearizer.modes(la.rank)
+    assert chosen.features in supported(arch) | {"reverse"}
+    if chosen.features == "forward":
+        assert arch.forward == "vmap" or not chosen.together
+    assert arch.rows == "vmap" or chosen.jacobians in (None, "loop")
 
 
 # --- what is special about some of them --------------------------------------------

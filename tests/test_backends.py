@@ -168,7 +168,7 @@ def everything(model):
 
 
 def row_modes(la):
-    return la.row_mode, la._linearizer.row_mode
+    return la.row_mode, la._linearizer.modes(0).rows  # whatever the rank
 
 
 # --- the same numbers --------------------------------------------------------------
@@ -193,8 +193,9 @@ def test_posterior(name, backend):
     """Basis, curvature, evidence and predictions are those of torch.func."""
     case = make(name)
     expected, la = fit(case, backend=CurvlinopsGGN), fit(case, backend=backend)
-    assert expected._linearizer.row_mode in (RowMode.VMAP, RowMode.LOOP)
-    assert la._linearizer.jacobian_mode in (None, RowMode.VMAP, RowMode.LOOP)
+    own = (RowMode.VMAP, RowMode.LOOP)
+    assert expected._linearizer.modes(expected.rank).rows in own
+    assert la._linearizer.modes(la.rank).jacobians in (None, *own)
     assert_close(la.basis.eigenvalues, expected.basis.eigenvalues)
     for a, e in zip(
         la._glm_predictive_distribution(case.x_test),
@@ -554,7 +555,7 @@ def test_row_mode_and_backend():
         with pytest.raises(ValueError, match=r"(?s)row_mode.*loop.*Leave one"):
             build(case, row_mode="loop", backend=backend)
     la = fit(case, row_mode="loop", backend=CurvlinopsGGN)
-    assert la._linearizer.row_mode is RowMode.LOOP
+    assert la._linearizer.modes(la.rank).rows is RowMode.LOOP
 
 
 # --- the family --------------------------------------------------------------------
@@ -569,7 +570,7 @@ def test_through_laplace(backend, subset):
     la.fit(case.loader())
     expected = Laplace(case.model, case.likelihood, **options)
     expected.fit(case.loader())
-    assert la._linearizer.row_mode is LIBRARIES[backend]
+    assert la._linearizer.modes(la.rank).rows is LIBRARIES[backend]
     assert la._backend_cls is backend
     assert_close(la(case.x_test), expected(case.x_test))
 
@@ -586,7 +587,7 @@ def test_is_reported_and_survives(backend, caplog):
     loaded = build(case)
     loaded.load_state_dict(state)
     for other in (loaded, pickle.loads(pickle.dumps(la)), copy.deepcopy(la)):
-        assert other._linearizer.row_mode is mode
+        assert other._linearizer.modes(other.rank).rows is mode
         assert_close(other(case.x_test), la(case.x_test))
         other.fit(case.loader())
         assert_close(other.H, la.H)
@@ -621,5 +622,5 @@ def test_jacobians_keep_to_torch():
     case = make("classification_mlp")
     for backend in LIBRARIES:
         la = fit(case, backend=backend, feature_mode="reverse")
-        assert la._linearizer.jacobian_mode in (RowMode.VMAP, RowMode.LOOP)
+        assert la._linearizer.modes(la.rank).jacobians in (RowMode.VMAP, RowMode.LOOP)
         assert_close(la.H, fit(case, feature_mode="reverse").H)

@@ -286,7 +286,7 @@ OBSERVED = {
             "complement": "prior",
         },
     ),
-    "named_parameters": ("classification", {"params": ["2.*"]}),
+    "named_parameters": ("classification", {"parameter_names": ["2.*"]}),
 }
 
 

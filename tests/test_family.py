@@ -85,7 +85,7 @@ def test_noise_of_each_output_by_numpy(cls):
     assert_close(la.sigma_noise, torch.tensor([0.1, 0.2]))
     la.sigma_noise = np.array([0.3, 0.4])
     assert_close(la.sigma_noise, torch.tensor([0.3, 0.4]))
-    with pytest.raises(ValueError, match="one number an output"):
+    with pytest.raises(ValueError, match="one number per output"):
         la.sigma_noise = np.ones((2, 2))
 
 

@@ -216,7 +216,7 @@ def test_searches_and_caches_see_observed_positions(layout):
     cache = FeatureCache.from_loader(la, data)
     observed = int((y != -100).sum())
     assert cache.phi.shape == (observed, C, la.rank)
-    probs = la.predict_from_features(cache.f_mu, cache.phi)
+    probs = la.predict_from_cache(cache)
     full = channels_last(la(x), layout).flatten(0, 1)[y.flatten() != -100]
     close(probs, full)
     la.optimize_temperature(data, n_samples=16)
@@ -581,7 +581,7 @@ def test_noise_errors(tmp_path):
     kwargs = {"output_layout": "channels_last"}
     with pytest.raises(ValueError, match="3 values, the model 4 outputs at each"):
         fit(model, "regression", loader(x, y), sigma_noise=torch.ones(3), **kwargs)
-    with pytest.raises(ValueError, match=r"one number an output, \(C,\)"):
+    with pytest.raises(ValueError, match=r"one number per output, \(C,\)"):
         ELLALaplace(model, "regression", sigma_noise=torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"\(C,\), got shape \(0,\)"):
         ELLALaplace(model, "regression", sigma_noise=torch.ones(0))
@@ -612,7 +612,7 @@ def test_noise_errors(tmp_path):
 
 @pytest.mark.parametrize("likelihood", ["regression", "classification"])
 def test_named_parameters_equal_laplaces_subnetwork(likelihood):
-    """`params=` is the subnetwork whose mask has the same names."""
+    """`parameter_names=` is the subnetwork whose mask has the same names."""
     torch.manual_seed(0)
     model = mlp(2, 4, 3).double()
     x, x_test = torch.randn(N, 2).double(), torch.randn(2, 2).double()
@@ -622,7 +622,7 @@ def test_named_parameters_equal_laplaces_subnetwork(likelihood):
         else (torch.randint(3, (N,)))
     )
     names = ["0.bias", "2.weight"]
-    la = fit(model, likelihood, loader(x, y), params=names)
+    la = fit(model, likelihood, loader(x, y), parameter_names=names)
     indices = ParamNameSubnetMask(model, parameter_names=names).select()
     theirs = Laplace(
         model,
@@ -648,7 +648,7 @@ def test_named_parameters_by_pattern_and_prior():
         "classification",
         "all",
         "nystrom",
-        params=["2.*"],
+        parameter_names=["2.*"],
         prior_precision=torch.tensor([1.0, 2.0]),
         n_eigenvalues=3,
     )
@@ -672,14 +672,16 @@ def test_named_parameters_by_pattern_and_prior():
 
 def test_named_parameter_errors():
     model = mlp(2, 3)
-    once = ELLALaplace(model, "regression", params=(name for name in ["0.weight"]))
+    once = ELLALaplace(
+        model, "regression", parameter_names=(name for name in ["0.weight"])
+    )
     assert once.n_params == model[0].weight.numel()
     with pytest.raises(ValueError, match=r"\['head'\] matches none of \['0.weight'"):
-        ELLALaplace(model, "regression", params=["head"])
+        ELLALaplace(model, "regression", parameter_names=["head"])
     with pytest.raises(ValueError, match="an empty list"):
-        ELLALaplace(model, "regression", params=[])
+        ELLALaplace(model, "regression", parameter_names=[])
     with pytest.raises(TypeError, match="list of parameter names"):
-        ELLALaplace(model, "regression", params="0.weight")
+        ELLALaplace(model, "regression", parameter_names="0.weight")
 
 
 def test_layout_enum_is_public():

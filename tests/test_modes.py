@@ -1,5 +1,6 @@
 """Every way of differentiating gives the same numbers, and the way is chosen once."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureMode, RowMode
+from laplace_ella.derivatives import linearizer
 from tests import dense
 from tests.cases import ARCHITECTURES, CASES, make, mlp
 from tests.fitting import assert_close, build, fit
@@ -42,7 +44,7 @@ def test_features(name, mode):
     """f and φ = J V are the dense ones to float64 accuracy, and so is H."""
     case = make(name)
     la = fit(case, feature_mode=mode, row_mode="loop")
-    assert la._linearizer.feature_mode is FeatureMode(mode)
+    assert la._linearizer.modes(la.rank).features is FeatureMode(mode)
     f, Js = dense.jacobians(case.model, case.x_test, case.params)
     f_mu, phi = la.features(case.x_test)
     assert_close(f_mu, f)
@@ -55,7 +57,7 @@ def test_rows(name, mode):
     """Eigenvalues, span and trace are those of the dense gradients."""
     case = make(name)
     la = fit(case, row_mode=mode, feature_mode="reverse", n_eigenvalues=5)
-    assert la._linearizer.row_mode is RowMode(mode)
+    assert la._linearizer.modes(la.rank).rows is RowMode(mode)
     rows = dense.jacobians(case.model, case.x, case.params)[1].flatten(0, 1)
     V, eigenvalues = dense.nystrom(rows, 5)
     assert_close(la.basis.eigenvalues, eigenvalues[:5])
@@ -83,7 +85,8 @@ def test_jacobian(name, mode):
     """J(x) by batched or by single backward passes."""
     case = make(name)
     la = fit(case, row_mode=mode)
-    f, Js = la._linearizer.jacobian(case.x_test)
+    f, Js, positions = la._linearizer.jacobian(case.x_test)
+    assert positions.output_shape == tuple(f.shape[1:])
     expected = dense.jacobians(case.model, case.x_test, case.params)
     assert_close(f, expected[0])
     assert_close(Js, expected[1])
@@ -140,9 +143,9 @@ def test_auto_decides_once(name):
     """Later calls of the model are those of the way that was chosen, no trials."""
     case = make(name)
     la = fit(case)
-    chosen = la._linearizer.feature_mode, la._linearizer.row_mode
-    assert FeatureMode.AUTO not in chosen
-    asked = fit(case, feature_mode=chosen[0].value, row_mode=chosen[1].value)
+    chosen = la._linearizer.modes(la.rank)
+    assert FeatureMode.AUTO not in (chosen.features, chosen.rows)
+    asked = fit(case, feature_mode=chosen.features.value, row_mode=chosen.rows.value)
     calls = count_calls(case.model)
     numbers = []
     for posterior in (la, la, asked):
@@ -150,7 +153,7 @@ def test_auto_decides_once(name):
         posterior.features(case.x_test)
         numbers.append(len(calls))
     assert numbers[0] == numbers[1] == numbers[2] > 0
-    assert (la._linearizer.feature_mode, la._linearizer.row_mode) == chosen
+    assert la._linearizer.modes(la.rank) == chosen
 
 
 def test_auto_decides_on_the_first_batch_only():
@@ -169,19 +172,18 @@ def test_auto_decides_on_the_first_batch_only():
     assert len(calls) == second <= first
 
 
-def test_a_later_fit_keeps_the_way():
+def test_a_later_fit_keeps_the_way(monkeypatch):
     """Neither a refit nor a prediction tries other ways again."""
     case = make("lstm")
     la = fit(case)
-    chosen = la._linearizer.feature_mode
+    chosen = la._linearizer.modes(la.rank).features
     attempts = []
-    original = la._linearizer.choose_feature_mode
-    la._linearizer.choose_feature_mode = lambda *a: (attempts.append(1), original(*a))
+    monkeypatch.setattr(linearizer, "attempt", lambda *a: attempts.append(a))
     la.fit(case.loader())
     la(case.x_test)
     la.features(case.x_test)
     assert not attempts
-    assert la._linearizer.feature_mode is chosen
+    assert la._linearizer.modes(la.rank).features is chosen
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "weight_norm", "attention"])
@@ -193,9 +195,9 @@ def test_auto_falls_back(name):
         warnings.simplefilter("error", RuntimeWarning)
         la.fit(case.loader())
     if (name, "forward") in UNSUPPORTED:
-        assert la._linearizer.feature_mode is not FeatureMode.FORWARD
+        assert la._linearizer.modes(la.rank).features is not FeatureMode.FORWARD
     if (name, "vmap") in UNSUPPORTED:
-        assert la._linearizer.row_mode is RowMode.LOOP
+        assert la._linearizer.modes(la.rank).rows is RowMode.LOOP
     Js = dense.jacobians(case.model, case.x_test, case.params)[1]
     assert_close(la.features(case.x_test)[1], Js @ la.basis.vectors)
 
@@ -204,7 +206,7 @@ def test_auto_falls_back_from_a_fused_operator():
     """An LSTM in float32 has no forward mode; the default finds another way."""
     case = single("lstm")
     la = fit(case)
-    assert la._linearizer.feature_mode is not FeatureMode.FORWARD
+    assert la._linearizer.modes(la.rank).features is not FeatureMode.FORWARD
     Js = dense.jacobians(case.model, case.x_test, case.params)[1]
     expected = Js @ la.basis.vectors
     torch.testing.assert_close(
@@ -233,7 +235,7 @@ def test_auto_prefers_the_cheaper_direction():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             la.fit(DataLoader(TensorDataset(x, y), 15))
-        assert la._linearizer.feature_mode is mode
+        assert la._linearizer.modes(la.rank).features is mode
 
 
 @pytest.mark.parametrize("name", ["lstm", "weight_norm"])
@@ -314,7 +316,8 @@ def test_predict_under_autocast_after_a_fit_without(complement):
     la = fit(case, complement=complement)
     expected = la(case.x_test)
     for mode in ("forward", "reverse", "double_vjp"):
-        la._linearizer.asked_feature_mode = FeatureMode(mode)
+        options = dataclasses.replace(la._linearizer.options, feature_mode=mode)
+        la._linearizer = la._linearizer.with_options(options)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             probs = la(case.x_test)
         assert probs.dtype == torch.float32

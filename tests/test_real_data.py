@@ -56,7 +56,7 @@ def results(data_dir):
     y = cache.targets
 
     def predict():
-        return la.predict_from_features(cache.f_mu, cache.phi, **MC)
+        return la.predict_from_cache(cache, **MC)
 
     found = SimpleNamespace(history=history, n_stopped=n_stopped)
     found.map = scores(cache.f_mu.softmax(-1), y)

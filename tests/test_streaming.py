@@ -29,7 +29,7 @@ def decaying_rows(m=600, p=300, power=1.0, seed=0, dtype=torch.float64):
 
 
 def sketch_of(rows, capacity, keep, block=64):
-    sketch = RowSketch(rows.shape[1], capacity, keep, rows.dtype, rows.device)
+    sketch = RowSketch((rows.shape[1],), capacity, keep, rows.dtype, rows.device)
     for part in rows.split(block):
         sketch.add(part)
     return sketch
@@ -141,7 +141,7 @@ def test_trace_is_exact(capacity, keep, block):
 
 def test_memory_does_not_grow():
     """Ten times the rows use the same buffer, in the same place."""
-    sketch = RowSketch(50, 30, 15, torch.float64, torch.device("cpu"))
+    sketch = RowSketch((50,), 30, 15, torch.float64, torch.device("cpu"))
     place, shape = sketch.buffer.data_ptr(), sketch.buffer.shape
     for m in (100, 1000):
         for part in decaying_rows(m, 50).split(64):
@@ -165,7 +165,7 @@ def test_one_block_larger_than_the_buffer():
 def test_capacity_must_exceed_what_is_kept():
     """A buffer that a compression cannot make room in is refused."""
     with pytest.raises(ValueError, match=r"capacity=5 .*keep=5"):
-        RowSketch(10, 5, 5, torch.float64, torch.device("cpu"))
+        RowSketch((10,), 5, 5, torch.float64, torch.device("cpu"))
 
 
 # --- fits --------------------------------------------------------------------------

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torchmetrics
 from laplace import FullLaplace
+from laplace.utils.enums import LinkApprox
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureCache
 from laplace_ella.tuning.eigenbasis import EigenPosterior
-from laplace_ella.tuning.search import Validator
+from laplace_ella.tuning.validation import Validator
 from tests import dense
 from tests.cases import PRIORS, Case, make, mlp, priors
 from tests.fitting import assert_close, fit
@@ -208,13 +209,13 @@ def test_finds_the_minimum_for_every_link(link):
     """The loss that is minimised is that of the predictions with this link."""
     case = problem("classification")
     la, loader = fit(case), validation(case)
-    x, y = loader.dataset.tensors
+    y = loader.dataset.tensors[1]
     options = {"link_approx": link, "n_samples": 64}
-    f_mu, phi = la.features(x)
+    cache = FeatureCache.from_loader(la, loader)
 
     def loss(temperature):
         la.temperature = float(temperature)
-        return nll(case, la.predict_from_features(f_mu, phi, **options), y, None)
+        return nll(case, la.predict_from_cache(cache, **options), y, None)
 
     values = torch.tensor([loss(10**t) for t in LOG_GRID])
     la.temperature = 1.0
@@ -231,18 +232,24 @@ def test_searches_see_the_loss_of_predictions(rank, complement, link):
     la = fit(case, n_eigenvalues=rank, complement=complement)
     loader = validation(case)
     y = loader.dataset.tensors[1]
-    validator = Validator.for_laplace(la, loader, link_approx=link, n_samples=32)
+    cache = FeatureCache.from_loader(la, loader)
+    observation = la.fitter.observation
+    validator = Validator(
+        cache,
+        observation.default_loss(),
+        observation,
+        LinkApprox(link),
+        32,
+        la.fitter.fresh_generator,
+    )
     posterior, cheap = validator.for_scalars(la.posterior)
     assert isinstance(posterior, EigenPosterior) == (rank > 3)
-    cache = FeatureCache.from_loader(la, loader)
     for temperature, prior in ((1.0, 1.0), (0.05, 30.0), (40.0, 0.02)):
         candidate = posterior.with_(
             factor=posterior.factor / temperature, prior=torch.tensor([prior])
         )
         la.temperature, la.prior_precision = temperature, prior
-        probs = la.predict_from_features(
-            cache.f_mu, cache.phi, cache.kernel, link_approx=link, n_samples=32
-        )
+        probs = la.predict_from_cache(cache, link_approx=link, n_samples=32)
         assert cheap(candidate) == pytest.approx(nll(case, probs, y, None), rel=1e-9)
 
 
@@ -260,15 +267,13 @@ def test_monte_carlo_is_smooth(rank):
     y = torch.randint(10, (40,), generator=g)
     case = Case(model, "classification", x, y, x[:6])
     la = fit(case, n_eigenvalues=rank, feature_mode="reverse")
-    f_mu, phi = la.features(case.x_test)
+    cache = FeatureCache.from_loader(la, case.loader())[:6]
 
     def largest_step(n):
         probs = []
         for temperature in torch.logspace(-2, 2, n):
             la.temperature = temperature.item()
-            probs.append(
-                la.predict_from_features(f_mu, phi, link_approx="mc", n_samples=32)
-            )
+            probs.append(la.predict_from_cache(cache, link_approx="mc", n_samples=32))
         return torch.stack(probs).diff(dim=0).abs().max().item()
 
     # An eighth of the step gives about an eighth of the change; a jump stays.
@@ -339,12 +344,12 @@ def test_batches_do_not_matter(case):
 def test_last_layer(case):
     """The last-layer class is tempered as well."""
     la, loader = fit(case, ELLALLLaplace), validation(case)
-    x, y = loader.dataset.tensors
-    f_mu, phi = la.features(x)
+    y = loader.dataset.tensors[1]
+    cache = FeatureCache.from_loader(la, loader)
 
     def loss(temperature):
         la.temperature = float(temperature)
-        prediction = la.predict_from_features(f_mu, phi)
+        prediction = la.predict_from_cache(cache)
         return nll(case, prediction, y, la.sigma_noise)
 
     values = torch.tensor([loss(10**t) for t in LOG_GRID])

@@ -218,7 +218,7 @@ def test_untouched_by_positions_labels_and_named_parameters(breaks_after):
             case,
             output_layout="channels_last",
             multi_label=True,
-            params=["0.out.*", "0.frozen.*"],
+            parameter_names=["0.out.*", "0.frozen.*"],
         )
         la.fit(case.loader(4))
         la(case.x_test, link_approx="mc", n_samples=3)

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from laplace_ella.comparison.method import Kind, Method
-from laplace_ella.derivatives.sizes import PassSizes
+from laplace_ella.derivatives.sizes import Activations, PassSizes, activation_bytes
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.fitting import memory
 from laplace_ella.fitting.fit import AUTO_MAX_RANK
-from laplace_ella.fitting.memory import Activations
 from laplace_ella.support import batches
 
 __all__ = [
@@ -101,7 +100,7 @@ def describe_problem(
     leaves = [m for m in model.modules() if not any(True for _ in m.children())]
     hooks = [leaf.register_forward_hook(record) for leaf in leaves]
     try:
-        out, allocated = memory.activation_bytes(model, one)
+        out, allocated = activation_bytes(model, one)
     finally:
         for hook in hooks:
             hook.remove()

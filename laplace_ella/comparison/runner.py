@@ -30,9 +30,8 @@ from laplace_ella.comparison.methods import (
     stored_floats,
 )
 from laplace_ella.errors import NumericalWarning, RankWarning
-from laplace_ella.fitting.memory import budget_of
 from laplace_ella.support import batches
-from laplace_ella.support.resources import Stopwatch
+from laplace_ella.support.resources import Stopwatch, budget_of
 
 __all__ = [
     "Fitted",

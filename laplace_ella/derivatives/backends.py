@@ -35,7 +35,7 @@ def resolve(
     Anything that would have no effect, or another than it says, is refused.
     """
     asked = RowMode.AUTO if backend is None else _row_mode(backend)
-    if asked is not RowMode.AUTO:
+    if backend is not None and asked is not RowMode.AUTO:
         if row_mode not in (RowMode.AUTO, asked):
             raise ValueError(
                 f"backend={backend.__name__} takes rows by {asked.value!r}, row_mode "

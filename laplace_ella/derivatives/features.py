@@ -2,10 +2,14 @@
 
 Forward mode pushes K tangents through one forward pass; reverse mode takes the C rows
 of J(x) and multiplies them by V. The numbers agree; the costs do not.
+
+The functions return outputs (B, O) and features (B, O, K), O = S·C in the model's
+order; `Features` has them as rows, one position of one example each.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -13,8 +17,20 @@ import torch
 from torch.func import jvp, vmap
 
 from laplace_ella.derivatives.model_function import ModelFunction
+from laplace_ella.derivatives.rows import jacobian_by_loop, map_jacobians
+from laplace_ella.support.batches import Batch
+from laplace_ella.support.layout import Positions
+from laplace_ella.support.preserve import full_precision
 
-__all__ = ["FeatureMode", "by_double_vjp", "by_forward", "by_forward_loop"]
+__all__ = [
+    "FeatureMode",
+    "Features",
+    "by_double_vjp",
+    "by_forward",
+    "by_forward_loop",
+    "by_reverse",
+    "by_reverse_loop",
+]
 
 
 class FeatureMode(str, Enum):
@@ -35,9 +51,39 @@ class FeatureMode(str, Enum):
     with operators that have no forward-mode derivative (LSTM, weight_norm)."""
 
 
-def _tangents(fn: ModelFunction, directions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+@dataclass(frozen=True)
+class Features:
+    """Outputs and features of B inputs at S positions each, as rows.
+
+    Attributes
+    ----------
+    f : torch.Tensor
+        outputs `(B·S, C)`
+    phi : torch.Tensor
+        J(x)V, or J(x)D⁻¹V where the prior's metric was asked for, `(B·S, C, K)`
+    positions : Positions
+        of these inputs, to restore the model's shapes
+    residual : torch.Tensor, optional
+        the part of JD⁻¹Jᵀ outside the basis at each position, `(B·S, C, C)`; see
+        `split_gradients`
+    """
+
+    f: torch.Tensor
+    phi: torch.Tensor
+    positions: Positions
+    residual: torch.Tensor | None = None
+
+    def is_finite(self) -> torch.Tensor:
+        """Whether no number is NaN or infinite, without waiting for the device."""
+        tensors = (self.f, self.phi, self.residual)
+        flags = [torch.isfinite(t).all() for t in tensors if t is not None]
+        return torch.stack(flags).all()
+
+
+def _tangents(
+    fn: ModelFunction, params: tuple[torch.Tensor, ...], directions: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Directions `(K, P)` as parameters `(K, *shape)`, in the parameters' dtypes."""
-    params = fn.parameters()
     return tuple(
         t.to(device=p.device, dtype=p.dtype)
         for t, p in zip(fn.split(directions), params, strict=True)
@@ -47,37 +93,44 @@ def _tangents(fn: ModelFunction, directions: torch.Tensor) -> tuple[torch.Tensor
 def by_forward(
     fn: ModelFunction, x: Any, directions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs (B, C) and J(x)V (B, C, K): all tangents in one batched forward pass.
+    """All tangents of directions `(K, P)` in one batched forward pass.
 
     The primal is not batched over the tangents, so it is computed once.
     """
-    params = fn.parameters()
+    params, dtype = fn.parameters(), fn.dtype
 
     def push(tangents: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        return jvp(lambda *p: fn(p, x), params, tangents)
+        f, column = jvp(lambda *p: fn(p, x).flatten(1), params, tangents)[:2]
+        return f, column
 
-    return vmap(push, out_dims=(None, -1), randomness="same")(_tangents(fn, directions))
+    out_dims: Any = (None, -1)
+    f, phi = vmap(push, out_dims=out_dims, randomness="same")(
+        _tangents(fn, params, directions)
+    )
+    return f.to(dtype), phi.to(dtype)
 
 
 def by_forward_loop(
     fn: ModelFunction, x: Any, directions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, one tangent after the other, for models that `vmap` refuses."""
-    params = fn.parameters()
-    f, columns = None, []
-    for tangents in zip(*_tangents(fn, directions), strict=True):
-        f, column = jvp(lambda *p: fn(p, x), params, tangents)
-        columns.append(column)
-    return f, torch.stack(columns, dim=-1)
+    params, dtype = fn.parameters(), fn.dtype
+    pairs = [
+        jvp(lambda *p: fn(p, x).flatten(1), params, tangents)[:2]
+        for tangents in zip(*_tangents(fn, params, directions), strict=True)
+    ]
+    columns = [column.to(dtype) for _, column in pairs]
+    return pairs[0][0].to(dtype), torch.stack(columns, dim=-1)
 
 
 def by_double_vjp(
     fn: ModelFunction, x: Any, directions: torch.Tensor, create_graph: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as the derivative of u ↦ uᵀJ, which is linear in u, at v_k."""
+    dtype = fn.dtype
     with torch.enable_grad():
-        params = [p.requires_grad_() for p in fn.parameters()]
-        f = fn(params, x)
+        params = tuple(p.requires_grad_() for p in fn.parameters())
+        f = fn(params, x).flatten(1)
         u = torch.zeros_like(f, requires_grad=True)
         # uᵀJ (P,), with the graph that leads back to u
         pulled = torch.autograd.grad(
@@ -85,7 +138,7 @@ def by_double_vjp(
         )
         used = [i for i, g in enumerate(pulled) if g.requires_grad]
         columns = []
-        for tangents in zip(*_tangents(fn, directions), strict=True):
+        for tangents in zip(*_tangents(fn, params, directions), strict=True):
             (column,) = torch.autograd.grad(
                 [pulled[i] for i in used],
                 u,
@@ -93,6 +146,44 @@ def by_double_vjp(
                 retain_graph=True,
                 create_graph=create_graph,
             )
-            columns.append(column)
-    phi = torch.stack(columns, dim=-1)
+            columns.append(column.to(dtype))
+    f, phi = f.to(dtype), torch.stack(columns, dim=-1)
     return (f, phi) if create_graph else (f.detach(), phi.detach())
+
+
+def by_reverse(
+    fn: ModelFunction, batch: Batch, directions: torch.Tensor, cotangents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the Jacobian times V, for the combinations of outputs `(o, O)`:
+    outputs (B, O) and (B, o, K), without putting the Jacobian together.
+
+    Each parameter's gradients are multiplied by its part of V as they are: the copy
+    into one matrix would cost more than the products.
+    """
+    dtype, device = fn.dtype, directions.device
+    pieces = directions.to(dtype).split(fn.numels(), dim=1)  # (K, p_l) each
+
+    def project(grads: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        with full_precision(device):
+            products = [
+                g.flatten(1).to(dtype) @ v.T for g, v in zip(grads, pieces, strict=True)
+            ]
+        total = products[0]
+        for product in products[1:]:
+            total = total + product
+        return total
+
+    return map_jacobians(fn, batch, cotangents, project)
+
+
+def by_reverse_loop(
+    fn: ModelFunction,
+    batch: Batch,
+    directions: torch.Tensor,
+    cotangents: torch.Tensor,
+    create_graph: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, one backward pass per combination and example."""
+    f, J = jacobian_by_loop(fn, batch, cotangents, create_graph)
+    with full_precision(directions.device):
+        return f, J @ directions.T.to(J)

@@ -1,7 +1,7 @@
 """Rows of the Jacobian by the batch gradients of BackPACK or ASDL.
 
 Both libraries turn the input of a layer and the gradient at its output into the
-gradients of its parameters, one an example. They would put hooks and attributes on the
+gradients of its parameters, one per example. They would put hooks and attributes on the
 model; here they get stand-ins that share its weights instead. The model itself has
 plain forward hooks while it runs, and none afterwards.
 
@@ -22,9 +22,9 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from laplace_ella.derivatives.model_function import ModelFunction
-from laplace_ella.derivatives.rows import RowMode, row_dtype
+from laplace_ella.derivatives.rows import RowMode, pull_back
 from laplace_ella.errors import UnsupportedLayerError
-from laplace_ella.support.batches import has_values, take
+from laplace_ella.support.batches import Batch, has_values
 
 __all__ = ["LIBRARIES", "Library", "check_rows", "require", "rows_by_backend"]
 
@@ -64,11 +64,12 @@ def batch_gradients_by_backpack(
     """Gradients of a layer's parameters by BackPACK's BatchGrad, `(m, *shape)` each."""
     from backpack.extensions import BatchGrad
 
-    module = call.layer.stand_in
+    module: Any = call.layer.stand_in
     module.input0, module.output = call.input, call.output
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a skipped layer is an error of ours
-        BatchGrad()(module, (), (grad,))
+        no_input_gradients: Any = ()
+        BatchGrad()(module, no_input_gradients, (grad,))
     del module.input0, module.output
     gradients = {}
     for name in call.layer.uncertain:
@@ -99,7 +100,7 @@ def batch_gradients_by_asdl(call: _Call, grad: torch.Tensor) -> dict[str, torch.
     operation = operation_class(module, [OP_BATCH_GRADS])
     operation.forward_post_process(call.input.detach(), output.detach())
     operation.backward_pre_process(grad)
-    return operation.get_result(OP_BATCH_GRADS, default={})
+    return operation.get_result(OP_BATCH_GRADS, default={}) or {}
 
 
 @dataclass(frozen=True)
@@ -143,21 +144,20 @@ def require(library: Library) -> None:
 def rows_by_backend(
     library: Library,
     fn: ModelFunction,
-    x: Any,
-    size: int,
+    batch: Batch,
     examples: torch.Tensor,
     cotangents: torch.Tensor,
 ) -> torch.Tensor:
-    """cᵀJ(x) for `cotangents[m]` at example `examples[m]` of x: (m, P).
+    """cᵀJ(x) for `cotangents[m]` at example `examples[m]` of the batch: (m, P).
 
     One forward and one backward pass over the m examples, as `rows_by_vmap` has.
     """
-    m, dtype = len(examples), row_dtype(fn)
+    m, dtype = len(examples), fn.dtype
     with torch.enable_grad():
         params = [p.requires_grad_() for p in fn.parameters()]
         layers = list(_layers(fn, params))
         with _recorded(layers) as calls:
-            f = fn(params, take(x, examples, size))
+            f = fn(params, batch.take(examples).inputs).flatten(1)
         grads = _output_gradients((f * cotangents.to(f)).sum(), calls)
     pieces: list[torch.Tensor | None] = [None] * len(params)
     with torch.no_grad():
@@ -181,8 +181,7 @@ def rows_by_backend(
 def check_rows(
     library: Library,
     fn: ModelFunction,
-    x: Any,
-    size: int,
+    batch: Batch,
     examples: torch.Tensor,
     n_outputs: int,
 ) -> None:
@@ -194,10 +193,13 @@ def check_rows(
     two = torch.stack([examples[0], examples[-1]])
     slope = torch.linspace(1, 2, n_outputs, device=two.device)
     combinations = torch.stack([slope, slope.flip(0) - 3 * slope])
-    actual = rows_by_backend(library, fn, x, size, two, combinations)
+    actual = rows_by_backend(library, fn, batch, two, combinations)
     if not has_values(actual):
         return
-    expected = _rows_by_autograd(fn, take(x, two, size), combinations)
+    # Both rows from one forward pass: one per example rounds differently, and a unit
+    # close to its kink then has another derivative.
+    each = torch.diag_embed(combinations.T).movedim(0, -1)  # (2, 2, O)
+    _, expected = pull_back(fn, batch.take(two).inputs, each)
     different = _different(fn, actual, expected)
     if not different:
         return
@@ -212,25 +214,6 @@ def check_rows(
         f"the gradients of {len(different)} of {len(fn.names)} parameters, first "
         f"{fn.names[different[0]]!r}, differ from autograd's",
     )
-
-
-def _rows_by_autograd(
-    fn: ModelFunction, x: Any, cotangents: torch.Tensor
-) -> torch.Tensor:
-    """Row after row from one forward pass of all examples.
-
-    Not from a pass an example: that rounds differently, and a unit close to its kink
-    then has another derivative.
-    """
-    dtype, rows = row_dtype(fn), []
-    with torch.enable_grad():
-        params = [p.requires_grad_() for p in fn.parameters()]
-        for f, cotangent in zip(fn(params, x), cotangents, strict=True):
-            grads = torch.autograd.grad(
-                f, params, cotangent.to(f), retain_graph=True, materialize_grads=True
-            )
-            rows.append(torch.cat([g.flatten().to(dtype) for g in grads]))
-    return torch.stack(rows)
 
 
 def _different(

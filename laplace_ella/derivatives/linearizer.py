@@ -3,51 +3,140 @@
 Models differ in which derivatives they support and which are fast. `Linearizer` finds
 out once, on one batch, and keeps the answer; nothing is decided by the text of an
 exception, and nothing is retried afterwards.
+
+Index legend: B batch, S positions, C outputs at each, O = S·C, P parameters, K rank.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterator
-from enum import Enum
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import one_hot
 from torch.utils.flop_counter import FlopCounterMode
 
 from laplace_ella.derivatives.features import (
     FeatureMode,
+    Features,
     by_double_vjp,
     by_forward,
     by_forward_loop,
+    by_reverse,
+    by_reverse_loop,
 )
 from laplace_ella.derivatives.libraries import LIBRARIES, check_rows, rows_by_backend
 from laplace_ella.derivatives.model_function import ModelFunction
+from laplace_ella.derivatives.options import ComputeOptions
 from laplace_ella.derivatives.rows import (
     RowMode,
     jacobian_by_loop,
     jacobian_by_vmap,
-    projection_by_vmap,
-    row_dtype,
+    pull_back,
     rows_by_loop,
     rows_by_vmap,
 )
-from laplace_ella.derivatives.sizes import PassSizes
+from laplace_ella.derivatives.sizes import (
+    Activations,
+    PassSizes,
+    activation_bytes,
+)
 from laplace_ella.derivatives.trials import Trial, attempt, winner
-from laplace_ella.fitting.memory import Activations
-from laplace_ella.support.batches import batch_size, chunks, detach, has_values, take
+from laplace_ella.errors import InsufficientMemoryError, NotDifferentiableError
+from laplace_ella.support.batches import Batch, chunks, has_values
+from laplace_ella.support.layout import OutputLayout, Positions, check_outputs
+from laplace_ella.support.metric import Metric, accurate_product, split_gradients
 from laplace_ella.support.preserve import differentiable_kernels, full_precision
+from laplace_ella.support.resources import budget_of, human_bytes
 
-__all__ = ["Linearizer"]
+__all__ = ["Linearizer", "Modes", "Probe"]
 
 logger = logging.getLogger("laplace_ella")
+
+#: Gradients (..., P) to their features (..., K) and what is left of them (..., P).
+Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 #: Directions that are fetched at once from another device.
 OFFLOADED_BLOCK = 8
 
 #: Costs further apart than this are not worth a measurement.
 CLEAR_RATIO = 3.0
+
+#: Examples of a trial, at least: a first batch may be smaller than those to come.
+FEWEST_EXAMPLES = 16
+
+#: Directions of a trial of a way that takes them one after the other.
+FEW_DIRECTIONS = 4
+
+#: Outputs of a trial, at most.
+FEW_OUTPUTS = 64
+
+
+#: Everything chosen automatically.
+DEFAULT = ComputeOptions()
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What was decided; None where nothing was.
+
+    Attributes
+    ----------
+    features : FeatureMode, optional
+    together : bool
+        whether all tangents go through the model in one pass
+    rows : RowMode, optional
+        of gradients of single combinations of outputs
+    jacobians : RowMode, optional
+        of gradients of all outputs
+    """
+
+    features: FeatureMode | None = None
+    together: bool = True
+    rows: RowMode | None = None
+    jacobians: RowMode | None = None
+
+    def to_dict(self) -> dict[str, str | bool | None]:
+        """Plain types, for checkpoints."""
+        return {
+            "features": None if self.features is None else self.features.value,
+            "together": self.together,
+            "rows": None if self.rows is None else self.rows.value,
+            "jacobians": None if self.jacobians is None else self.jacobians.value,
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Modes:
+        """The inverse of `to_dict`."""
+        features, rows = state["features"], state["rows"]
+        jacobians = state["jacobians"]
+        return cls(
+            None if features is None else FeatureMode(features),
+            bool(state["together"]),
+            None if rows is None else RowMode(rows),
+            None if jacobians is None else RowMode(jacobians),
+        )
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a forward pass of one example tells.
+
+    Attributes
+    ----------
+    output_shape : tuple of int
+        shape of the model's output without the batch dimension
+    activations : Activations
+        bytes of its intermediate results
+    """
+
+    output_shape: tuple[int, ...]
+    activations: Activations
 
 
 class Linearizer:
@@ -56,51 +145,37 @@ class Linearizer:
     Parameters
     ----------
     fn : ModelFunction
+    layout : OutputLayout
+        where outputs at many positions have their channels
     dict_key_x : str
         where a mapping holds its inputs
-    feature_mode : FeatureMode or str
-    row_mode : RowMode or str
-    chunk_size : int, optional
-        examples that are differentiated at once; chosen automatically if None
-    compile : bool or dict, default=False
-        compile the forward-mode pass; a dict holds arguments of `torch.compile`
+    options : ComputeOptions
     """
 
     def __init__(
         self,
         fn: ModelFunction,
+        layout: OutputLayout = OutputLayout.FLAT,
         dict_key_x: str = "input_ids",
-        feature_mode: FeatureMode | str = FeatureMode.AUTO,
-        row_mode: RowMode | str = RowMode.AUTO,
-        chunk_size: int | None = None,
-        compile: bool | dict[str, Any] = False,
+        options: ComputeOptions = DEFAULT,
     ) -> None:
         self.fn = fn
+        self.layout = layout
         self.dict_key_x = dict_key_x
-        self.asked_feature_mode = FeatureMode(feature_mode)
-        self.asked_row_mode = RowMode(row_mode)
-        self.chunk_size = chunk_size
-        self.feature_mode: FeatureMode | None = None
-        self.row_mode: RowMode | None = None
-        self.jacobian_mode: RowMode | None = None
-        self.n_outputs = 0
-        self.activations = Activations(0, 0)
-        self._vectorized = True  # whether tangents go through the model together
-        self.compile = compile
+        self.options = options
+        # Each by what it depends on: autocast, and the rank or the kind of inputs.
+        self._feature_modes: dict[tuple[bool, int], tuple[FeatureMode, bool]] = {}
+        self._row_modes: dict[bool, RowMode] = {}
+        self._jacobian_modes: dict[bool, RowMode] = {}
+        self._probes: dict[tuple[Any, ...], Probe] = {}
         self._compiled: Callable[..., Any] | None = None
-        self._autocast = False
 
-    def _mind_autocast(self) -> None:
-        """Decide again under autocast, or without it: other ways may work.
+    def with_options(self, options: ComputeOptions) -> Linearizer:
+        """The same model and layout, computed in another way; nothing is decided."""
+        return Linearizer(self.fn, self.layout, self.dict_key_x, options)
 
-        `vmap`, for example, has no batch normalisation of mixed precision.
-        """
-        autocast = torch.is_autocast_enabled(self.device.type)
-        if autocast is not self._autocast:
-            self._autocast = autocast
-            self.feature_mode = self.row_mode = self.jacobian_mode = None
-
-    # Shapes and sizes
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}  # compiled code is not picklable
 
     @property
     def n_params(self) -> int:
@@ -111,344 +186,678 @@ class Linearizer:
         return next(self.fn.model.parameters()).device
 
     @property
-    def sizes(self) -> PassSizes:
-        """What one pass takes, with the activations that are known so far."""
+    def dtype(self) -> torch.dtype:
+        """Dtype of all results."""
+        return self.fn.dtype
+
+    # Decisions
+
+    @property
+    def _autocast(self) -> bool:
+        """Under autocast other ways may work: `vmap`, for example, has no batch
+        normalisation of mixed precision."""
+        return torch.is_autocast_enabled(self.device.type)
+
+    def modes(self, rank: int) -> Modes:
+        """Decisions so far for `rank` directions, under the current autocast state."""
+        autocast = self._autocast
+        features, together = self._feature_modes.get((autocast, rank), (None, True))
+        return Modes(
+            features,
+            together,
+            self._row_modes.get(autocast),
+            self._jacobian_modes.get(autocast),
+        )
+
+    def adopt(self, rank: int, modes: Modes) -> None:
+        """Take over decisions for `rank` directions, for example from a checkpoint."""
+        autocast = self._autocast
+        if modes.features is not None:
+            self._feature_modes[autocast, rank] = modes.features, modes.together
+        if modes.rows is not None:
+            self._row_modes[autocast] = modes.rows
+        if modes.jacobians is not None:
+            self._jacobian_modes[autocast] = modes.jacobians
+
+    # Outputs
+
+    def outputs(self, x: Any) -> tuple[torch.Tensor, Positions]:
+        """Outputs `(B·S, C)` by a plain forward pass, and their positions."""
+        batch = self._batch(x)
+        if not batch.size:
+            positions = self._positions(batch)
+            return self._nothing(positions.n_channels), positions
+        f = self._run(batch, self.fn.prepare(self.fn.parameters(), batch.inputs))
+        positions = self.layout.of(tuple(f.shape[1:]))
+        return positions.rows(f.flatten(1).to(self.dtype)), positions
+
+    def probe(self, x: Any) -> Probe:
+        """Shape and memory of the output for one example of x.
+
+        One forward pass for every kind of inputs: their shapes per example, their
+        dtypes, and autocast. Later calls remember it.
+        """
+        return self._probe(self._batch(x))
+
+    def sizes(self, probe: Probe) -> PassSizes:
+        """How many inputs of the kind that was probed are differentiated at once."""
         return PassSizes(
             self.n_params,
-            row_dtype(self.fn).itemsize,
-            self.activations,
+            self.dtype.itemsize,
+            probe.activations,
             self.device.type,
-            self.chunk_size,
+            self.options.chunk_size,
         )
+
+    def _batch(self, x: Any) -> Batch:
+        return Batch.of(x, self.dict_key_x)
+
+    def _probe(self, batch: Batch) -> Probe:
+        key = (self._autocast, batch.signature)
+        if key not in self._probes:
+            if not batch.size:
+                return self._probe_of_nothing(batch)
+            one = batch.take(slice(0, 1)).detach()
+            run = self.fn.prepare(self.fn.parameters(), one.inputs)
+            f, activations = activation_bytes(self._run, one, run)
+            self._probes[key] = Probe(tuple(f.shape[1:]), activations)
+        return self._probes[key]
+
+    def _probe_of_nothing(self, batch: Batch) -> Probe:
+        """What is known of inputs of a new kind without an example."""
+        try:
+            with torch.no_grad():
+                f = self.fn(self.fn.parameters(), batch.inputs)
+            check_outputs(f, self.layout, 0)
+            return Probe(tuple(f.shape[1:]), Activations(0, 0))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # many layers refuse an empty batch
+            if self._probes:
+                return next(iter(self._probes.values()))
+            raise ValueError(
+                "The shape of the outputs of an empty batch is not known: the model "
+                f"cannot run on it ({type(error).__name__}: {error}), and it has not "
+                "seen an example yet. Call it with at least one example first."
+            ) from error
+
+    def _run(self, batch: Batch, run: Callable[[], Any]) -> torch.Tensor:
+        """The model's output in its natural shape, checked."""
+        try:
+            return check_outputs(run(), self.layout, batch.size)
+        except Exception as error:
+            remedy = self._remedy(batch, error)
+            if remedy is None:
+                raise
+            raise remedy from error
+
+    def _remedy(self, batch: Batch, error: Exception) -> Exception | None:
+        """A clearer error, where the inputs and not the model are at fault."""
+        x = batch.template
+        if isinstance(x, Mapping) and self._takes_keywords(x, error):
+            return TypeError(
+                "The model was called with the whole mapping as its one argument and "
+                f"raised {type(error).__name__}: {error}. It seems to take the entries "
+                f"{sorted(map(str, x))} as keywords. Wrap it: a torch.nn.Module that "
+                "holds it as self.hf, whose forward(self, batch) returns "
+                "self.hf(**batch).logits (without the labels, if there are any)."
+            )
+        if batch.tensors and all(t.ndim < 2 for t in batch.tensors):
+            return ValueError(
+                "The inputs have no other dimension than the batch. If they were meant "
+                "as one example, pass x.unsqueeze(0). With one number per example the "
+                f"model raised {type(error).__name__}: {error}"
+            )
+        return None
+
+    def _takes_keywords(self, x: Mapping[str, Any], error: Exception) -> bool:
+        """Whether the model wants the entries of a mapping, not the mapping."""
+        if isinstance(error, AttributeError) and not str(error):  # of Hugging Face
+            return True
+        try:
+            parameters = inspect.signature(self.fn.model.forward).parameters
+        except (TypeError, ValueError):
+            return False
+        return any(key in parameters for key in x)
+
+    def _positions(self, batch: Batch) -> Positions:
+        return self.layout.of(self._probe(batch).output_shape)
+
+    def _nothing(self, *shape: int) -> torch.Tensor:
+        """Results of no example, `(0, *shape)`."""
+        return torch.zeros(0, *shape, device=self.device, dtype=self.dtype)
 
     # Rows of the Jacobian
 
     def rows(
         self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
     ) -> torch.Tensor:
-        """cᵀJ(x) for `cotangents[m]` (C,) at example `examples[m]` of x: (m, P)."""
-        return torch.cat(list(self.row_chunks(x, examples, cotangents)))
+        """cᵀJ(x) for `cotangents[m]` (O,) at example `examples[m]` of x: (m, P)."""
+        chunks = list(self.row_chunks(x, examples, cotangents))
+        return torch.cat(chunks) if chunks else self._nothing(self.n_params)
 
     def row_chunks(
         self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
     ) -> Iterator[torch.Tensor]:
         """The same in chunks, so that never more than one of them is in memory."""
-        self._mind_autocast()
-        if self.row_mode is None:
-            self._choose_row_mode(x, examples, cotangents)
-        compute = self._row_function()
-        size = batch_size(x, self.dict_key_x)
-        for part in chunks(len(examples), self.sizes.rows_at_once()):
+        if not len(examples):
+            return
+        batch = self._batch(x)
+        sizes = self.sizes(self._probe(batch))
+        compute = self._row_function(
+            self._row_mode(batch.detach(), examples, cotangents, sizes.rows_at_once())
+        )
+        for part in chunks(len(examples), sizes.rows_at_once()):
             with differentiable_kernels():  # the flags are not kept between chunks
-                rows = compute(self.fn, x, size, examples[part], cotangents[part])
+                rows = compute(self.fn, batch, examples[part], cotangents[part])
             yield rows
 
-    def _row_function(self) -> Callable[..., torch.Tensor]:
-        if self.row_mode in LIBRARIES:
-            return partial(rows_by_backend, LIBRARIES[self.row_mode])
-        return rows_by_vmap if self.row_mode is RowMode.VMAP else rows_by_loop
+    @staticmethod
+    def _row_function(mode: RowMode) -> Callable[..., torch.Tensor]:
+        if mode in LIBRARIES:
+            return partial(rows_by_backend, LIBRARIES[mode])
+        return rows_by_vmap if mode is RowMode.VMAP else rows_by_loop
 
-    def _choose_row_mode(
-        self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
-    ) -> None:
-        """Keep the fastest way that works on the first few rows.
+    def _row_mode(
+        self,
+        batch: Batch,
+        examples: torch.Tensor,
+        cotangents: torch.Tensor,
+        at_once: int,
+    ) -> RowMode:
+        """The fastest way that works on as many rows as it will be.
 
         A library that was asked for is not timed but checked.
         """
-        size = batch_size(x, self.dict_key_x)
-        if self.asked_row_mode in LIBRARIES:
-            library = LIBRARIES[self.asked_row_mode]
+        key, asked = self._autocast, self.options.row_mode
+        if key in self._row_modes:
+            return self._row_modes[key]
+        if asked in LIBRARIES:
             with differentiable_kernels():
-                check_rows(library, self.fn, x, size, examples, cotangents.shape[-1])
-            self.row_mode = self.asked_row_mode
-            logger.info("rows of the Jacobian by %s", library.name)
-            return
+                check_rows(
+                    LIBRARIES[asked], self.fn, batch, examples, cotangents.shape[-1]
+                )
+            mode = asked
+        else:
 
-        def way(compute: Callable[..., torch.Tensor]) -> Callable[[int], object]:
-            return lambda n: compute(self.fn, x, size, examples[:n], cotangents[:n])
+            def trial(mode: RowMode, n: int) -> Trial:
+                index = torch.arange(n, device=examples.device) % len(examples)
+                return self._attempt(
+                    lambda m: self._row_function(mode)(
+                        self.fn, batch, examples[index[:m]], cotangents[index[:m]]
+                    ),
+                    n,
+                )
 
-        ways = {RowMode.VMAP: way(rows_by_vmap), RowMode.LOOP: way(rows_by_loop)}
-        if self.asked_row_mode is not RowMode.AUTO:
-            ways = {self.asked_row_mode: ways[self.asked_row_mode]}
-        with differentiable_kernels():
-            trials = self._try_row_modes(
-                ways, min(len(examples), 16, self.sizes.rows_at_once())
+            mode = self._vmap_or_loop(
+                trial, min(at_once, max(len(examples), FEWEST_EXAMPLES))
             )
-        self.row_mode = winner(trials)
-        logger.info("rows of the Jacobian by %s", self.row_mode.value)
+        self._row_modes[key] = mode
+        logger.info("rows of the Jacobian by %s", mode.value)
+        return mode
 
-    def jacobian(
-        self, x: Any, create_graph: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs (B, C) and J(x) (B, C, P); memory of B·C·P, for small batches."""
-        size = batch_size(x, self.dict_key_x)
-        if not size:
-            return self._nothing(), self._nothing(sum(self.fn.numels()))
-        self._mind_autocast()
-        if self.jacobian_mode is None:
-            self._choose_jacobian_mode(x)
-        with differentiable_kernels():
-            if self.jacobian_mode is RowMode.LOOP:
-                return jacobian_by_loop(self.fn, x, size, create_graph)
-            with torch.set_grad_enabled(create_graph):
-                return jacobian_by_vmap(self.fn, x, size)
-
-    def _choose_jacobian_mode(self, x: Any) -> None:
-        """Keep the fastest way that works on the first few examples."""
-        size = batch_size(x, self.dict_key_x)
-
-        def way(compute: Callable[..., Any]) -> Callable[[int], object]:
-            return lambda n: compute(self.fn, take(x, slice(0, n), size), n)
-
-        ways = {
-            RowMode.VMAP: way(jacobian_by_vmap),
-            RowMode.LOOP: way(jacobian_by_loop),
-        }
-        if self.asked_row_mode in ways:  # the libraries make rows only
-            ways = {self.asked_row_mode: ways[self.asked_row_mode]}
-        at_once = self.sizes.rows_at_once(rows_per_example=self.n_outputs)
-        with differentiable_kernels(), torch.no_grad():
-            trials = self._try_row_modes(ways, min(size, 16, at_once))
-        self.jacobian_mode = winner(trials)
-        logger.info("Jacobians by %s", self.jacobian_mode.value)
-
-    def _try_row_modes(
-        self, ways: dict[RowMode, Callable[[int], object]], n: int
-    ) -> dict[RowMode, Trial]:
-        """Trials on n examples; a loop takes as long an example on a few.
-
-        Larger batches make `vmap` faster still, so the loop must be clearly better.
-        """
+    def _vmap_or_loop(self, trial: Callable[[RowMode, int], Trial], n: int) -> RowMode:
+        """The faster of both on n examples, of which a loop needs to see but a few."""
+        asked = self.options.row_mode
         trials = {}
-        for mode, way in ways.items():
-            few = n if mode is RowMode.VMAP else min(n, 2)
-            trials[mode] = attempt(way, few, self._has_values())
-        if RowMode.LOOP in trials:
-            trials[RowMode.LOOP] = trials[RowMode.LOOP].handicapped()
-        return trials
+        if asked is not RowMode.LOOP:
+            trials[RowMode.VMAP] = trial(RowMode.VMAP, n)
+        if asked is not RowMode.VMAP:
+            trials[RowMode.LOOP] = trial(RowMode.LOOP, min(n, 2)).handicapped()
+        return winner(trials)
 
-    def _has_values(self) -> bool:
-        """Whether a timing means anything: not where tensors have no values."""
-        return has_values(self.fn.parameters()[0])
+    def _attempt(self, way: Callable[[int], object], n: int) -> Trial:
+        """A trial on n examples; no timing where tensors have no values."""
+        with differentiable_kernels(), torch.no_grad():
+            return attempt(way, n, has_values(self.fn.parameters()[0]))
 
     def project(
         self, x: Any, cotangents: torch.Tensor, directions: torch.Tensor
     ) -> torch.Tensor:
-        """cᵀJ(x)V (B, S, K) for cotangents (B, S, C), without keeping the gradients."""
-        B, S, _ = cotangents.shape
-        examples = torch.arange(B, device=cotangents.device).repeat_interleave(S)
-        V = directions.T.to(self.device, row_dtype(self.fn))  # once, not a chunk
+        """cᵀJ(x)V (B, n, K) for n cotangents per example (B, n, O), without keeping
+        the gradients."""
+        B, n, _ = cotangents.shape
+        if not B * n:
+            return self._nothing(n, len(directions))
+        examples = torch.arange(B, device=cotangents.device).repeat_interleave(n)
+        V = directions.T.to(self.device, self.dtype)  # once, not per chunk
         parts = []
         for rows in self.row_chunks(x, examples, cotangents.flatten(0, 1)):
             with full_precision(self.device):
                 parts.append(rows @ V)
-        return torch.cat(parts).unflatten(0, (B, S))
+        return torch.cat(parts).unflatten(0, (B, n))
+
+    # Jacobians
+
+    def jacobian(
+        self, x: Any, create_graph: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, Positions]:
+        """Outputs (B, O), J(x) (B, O, P) in the model's order, and the positions.
+
+        The result has B·O·P numbers; the passes that make it are bounded.
+        """
+        create_graph = create_graph and torch.is_grad_enabled()
+        batch = self._batch(x)
+        positions = self._positions(batch)
+        n_outputs, P = self._n_outputs(batch), self.n_params
+        if not batch.size:
+            return self._nothing(n_outputs), self._nothing(n_outputs, P), positions
+        self._check_result(
+            f"Jacobians of {batch.size} examples", batch.size * n_outputs * P
+        )
+        order = torch.arange(n_outputs, device=self.device)
+        parts = []
+        for part in self._example_parts(batch):
+            blocks = [
+                self._differentiate(part, order[block], create_graph)
+                for block in chunks(n_outputs, self._outputs_at_once(part))
+            ]
+            rows = [J for _, J in blocks]
+            parts.append(
+                (blocks[0][0], rows[0] if len(rows) == 1 else torch.cat(rows, 1))
+            )
+        f, J = zip(*parts, strict=True)
+        return torch.cat(f), J[0] if len(J) == 1 else torch.cat(J), positions
+
+    def jacobian_chunks(
+        self, x: Any
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Positions]]:
+        """The same of as many examples at a time as one pass takes."""
+        for part in self._example_parts(self._batch(x)):
+            yield self.jacobian(part.inputs)
+
+    def pull_back(self, x: Any, cotangents: torch.Tensor) -> torch.Tensor:
+        """uᵀJ(x) summed over the batch, (n, P), for cotangents (B, O, n)."""
+        with differentiable_kernels():
+            return pull_back(self.fn, x, cotangents.unbind(-1))[1]
+
+    def _example_parts(self, batch: Batch) -> Iterator[Batch]:
+        """Examples whose Jacobians are taken in one pass."""
+        sizes = self.sizes(self._probe(batch))
+        for part in chunks(batch.size, sizes.rows_at_once(self._n_outputs(batch))):
+            yield batch.take(part)
+
+    def _outputs_at_once(self, batch: Batch) -> int:
+        """Rows of one Jacobian in one pass: all, unless one example is too large."""
+        sizes = self.sizes(self._probe(batch))
+        return sizes.outputs_at_once(self._n_outputs(batch))
+
+    def _n_outputs(self, batch: Batch) -> int:
+        """O, the number of outputs of one example."""
+        return math.prod(self._probe(batch).output_shape)
+
+    def _unit_cotangents(self, batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
+        """Cotangents (o, O) that select the outputs (o,)."""
+        return one_hot(outputs, self._n_outputs(batch)).to(self.dtype)
+
+    def _differentiate(
+        self, batch: Batch, outputs: torch.Tensor, create_graph: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs (B, O), and the rows of J(x) that belong to `outputs` (o,)."""
+        mode = self._jacobian_mode(batch)
+        cotangents = self._unit_cotangents(batch, outputs)
+        with differentiable_kernels():
+            if mode is RowMode.LOOP:
+                return jacobian_by_loop(self.fn, batch, cotangents, create_graph)
+            with torch.set_grad_enabled(create_graph):
+                return jacobian_by_vmap(self.fn, batch, cotangents)
+
+    def _jacobian_mode(self, batch: Batch) -> RowMode:
+        """The fastest way that works on as many examples as it will be."""
+        key = self._autocast
+        if key in self._jacobian_modes:
+            return self._jacobian_modes[key]
+        batch = batch.detach()
+        few = min(FEW_OUTPUTS, self._outputs_at_once(batch))
+        cotangents = self._unit_cotangents(batch, torch.arange(few, device=self.device))
+        ways = {RowMode.VMAP: jacobian_by_vmap, RowMode.LOOP: jacobian_by_loop}
+
+        def trial(mode: RowMode, n: int) -> Trial:
+            many = self._repeated(batch, n)
+            return self._attempt(
+                lambda m: ways[mode](self.fn, many.take(slice(0, m)), cotangents), n
+            )
+
+        sizes = self.sizes(self._probe(batch))
+        at_once = sizes.rows_at_once(self._n_outputs(batch))
+        mode = self._vmap_or_loop(trial, min(at_once, max(batch.size, FEWEST_EXAMPLES)))
+        self._jacobian_modes[key] = mode
+        logger.info("Jacobians by %s", mode.value)
+        return mode
+
+    def _repeated(self, batch: Batch, n: int) -> Batch:
+        """n examples for a trial, over and over again if there are fewer."""
+        if n <= batch.size:
+            return batch.take(slice(0, n))
+        return batch.take(torch.arange(n, device=self.device) % batch.size)
+
+    def _check_result(self, what: str, numbers: int) -> None:
+        """Refuse a result that cannot fit, before anything is computed."""
+        needed = numbers * self.dtype.itemsize
+        if needed < 2**28:
+            return
+        budget = budget_of(self.device, self.options.memory_budget)
+        if needed > budget:
+            raise InsufficientMemoryError(
+                f"{what} take {human_bytes(needed)} on {self.device}, the budget is "
+                f"{human_bytes(budget)}. Use smaller batches, complement='drop' (which "
+                "needs no kernel), or raise memory_budget."
+            )
 
     # Features
 
     def features(
         self, x: Any, directions: torch.Tensor, create_graph: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs (B, C) and features J(x)V (B, C, K) for directions Vᵀ (K, P).
+    ) -> Features:
+        """Outputs and features J(x)V for directions Vᵀ (K, P).
 
-        `n_outputs` must be set. Directions that live on another device are fetched in
-        blocks.
+        Directions that live on another device are fetched in blocks.
         """
-        size = batch_size(x, self.dict_key_x)
-        if not size:
-            return self._nothing(), self._nothing(len(directions))
-        self._mind_autocast()
-        if self.feature_mode is None:
-            self.choose_feature_mode(x, directions)
-        blocks = [directions]
-        if directions.device != self.device:
-            blocks = directions.split(OFFLOADED_BLOCK)
-        elif self.feature_mode is not FeatureMode.REVERSE:
-            blocks = directions.split(self.sizes.tangents_at_once)
-        columns = []
-        for block in blocks:
-            block = block.to(self.device, row_dtype(self.fn))
-            compute = self._feature_function(
-                self.feature_mode, block, create_graph, self._vectorized
-            )
-            at_once = (
-                self.sizes.rows_at_once(rows_per_example=self.n_outputs)
-                if self.feature_mode is FeatureMode.REVERSE
-                else self.sizes.examples_at_once(len(block) if self._vectorized else 1)
-            )
+        create_graph = create_graph and torch.is_grad_enabled()
+        batch = self._batch(x)
+        positions = self._positions(batch)
+        C, K = positions.n_channels, len(directions)
+        if not batch.size:
+            return Features(self._nothing(C), self._nothing(C, K), positions)
+        mode, together = self._feature_mode(batch, directions)
+        f, columns = None, []
+        for block in self._blocks(mode, batch, directions):
+            block = block.to(self.device, self.dtype)
+            compute = self._feature_function(mode, together, block, create_graph)
+            at_once = self._examples_at_once(mode, together, batch, len(block))
             with differentiable_kernels():
                 parts = [
-                    compute(take(x, part, size), part.stop - part.start)
-                    for part in chunks(size, at_once)
+                    compute(batch.take(part)) for part in chunks(batch.size, at_once)
                 ]
             f, phi = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
             columns.append(phi)
-        return f, columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
+        assert f is not None
+        phi = columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
+        return Features(positions.rows(f), positions.rows(phi), positions)
 
-    def _nothing(self, *shape: int) -> torch.Tensor:
-        """Outputs of no example `(0, C, *shape)`, without asking the model."""
-        return torch.zeros(
-            0, self.n_outputs, *shape, device=self.device, dtype=row_dtype(self.fn)
-        )
+    def _blocks(
+        self, mode: FeatureMode, batch: Batch, directions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Directions that are worked on at once."""
+        if directions.device != self.device:
+            return directions.split(OFFLOADED_BLOCK)
+        if mode is FeatureMode.REVERSE:
+            return (directions,)
+        return directions.split(self.sizes(self._probe(batch)).tangents_at_once)
 
-    def features_and_kernel(
-        self,
-        x: Any,
-        directions: torch.Tensor,
-        weights: torch.Tensor | None,
-        create_graph: bool = False,
-        group: Callable[[torch.Tensor], torch.Tensor] = lambda J: J,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """f (B, C), J diag(w) V (B, C, K) and J diag(w) Jᵀ (B, C, C), by reverse mode.
-
-        Weights None stand for ones. `group` rearranges Jacobians (B, C, P) to (·, c, P)
-        where only kernels within groups of c outputs are wanted, (·, c, c).
-        """
-        size = batch_size(x, self.dict_key_x)
-        if not size:
-            f, J = self.jacobian(x)
-            return f, self._nothing(len(directions)), group(J) @ group(J).mT
-        V = directions.T.to(self.device, row_dtype(self.fn))  # once, not a chunk
-        parts = []
-        for part in chunks(
-            size, self.sizes.rows_at_once(rows_per_example=self.n_outputs)
-        ):
-            f, J = self.jacobian(take(x, part, size), create_graph)
-            weighted = J if weights is None else J * weights.to(J)
-            with full_precision(self.device):
-                parts.append((f, weighted @ V, group(weighted) @ group(J).mT))
-        f, phi, kernel = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return f, phi, kernel
+    def _examples_at_once(
+        self, mode: FeatureMode, together: bool, batch: Batch, n_directions: int
+    ) -> int:
+        sizes = self.sizes(self._probe(batch))
+        if mode is FeatureMode.REVERSE:
+            return sizes.rows_at_once(self._n_outputs(batch))
+        together = together and mode is FeatureMode.FORWARD
+        return sizes.examples_at_once(n_directions if together else 1)
 
     def _feature_function(
         self,
         mode: FeatureMode,
+        together: bool,
         directions: torch.Tensor,
         create_graph: bool,
-        vectorized: bool,
-    ) -> Callable[[Any, int], tuple[torch.Tensor, torch.Tensor]]:
-        def forward(x: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-            way = self._push_forward() if vectorized else by_forward_loop
+    ) -> Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]:
+        """Outputs (b, O) and features (b, O, k) of as many examples as one pass has."""
+
+        def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            way = self._push_forward() if together else by_forward_loop
             with torch.set_grad_enabled(create_graph):
-                return way(self.fn, x, directions)
+                return way(self.fn, batch.inputs, directions)
 
-        def reverse(x: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if self.jacobian_mode is None:
-                self._choose_jacobian_mode(x)
-            if self.jacobian_mode is RowMode.VMAP:
-                with torch.set_grad_enabled(create_graph):
-                    return projection_by_vmap(self.fn, x, size, directions)
-            f, J = self.jacobian(x, create_graph)
-            with full_precision(self.device):
-                return f, J @ directions.T.to(J)
+        def reverse(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            n_outputs = self._n_outputs(batch)
+            order = torch.arange(n_outputs, device=self.device)
+            blocks = [
+                self._project_jacobian(batch, directions, order[block], create_graph)
+                for block in chunks(n_outputs, self._outputs_at_once(batch))
+            ]
+            if len(blocks) == 1:
+                return blocks[0]
+            return blocks[0][0], torch.cat([phi for _, phi in blocks], dim=1)
 
-        def double_vjp(x: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return by_double_vjp(self.fn, x, directions, create_graph)
+        def double_vjp(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            return by_double_vjp(self.fn, batch.inputs, directions, create_graph)
 
-        return {
+        ways = {
             FeatureMode.FORWARD: forward,
             FeatureMode.REVERSE: reverse,
             FeatureMode.DOUBLE_VJP: double_vjp,
-        }[mode]
+        }
+        return ways[mode]
 
-    def choose_feature_mode(self, x: Any, directions: torch.Tensor) -> None:
-        """Find the fastest way that works, on the batch x; `n_outputs` must be set.
+    def _project_jacobian(
+        self,
+        batch: Batch,
+        directions: torch.Tensor,
+        outputs: torch.Tensor,
+        create_graph: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs (b, O) and the features (b, o, k) of `outputs` (o,)."""
+        cotangents = self._unit_cotangents(batch, outputs)
+        if self._jacobian_mode(batch) is RowMode.LOOP:
+            return by_reverse_loop(self.fn, batch, directions, cotangents, create_graph)
+        with torch.set_grad_enabled(create_graph):
+            return by_reverse(self.fn, batch, directions, cotangents)
+
+    def _push_forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """Forward mode, compiled at first use if that was asked for."""
+        asked = self.options.compile
+        if not asked:
+            return by_forward
+        if self._compiled is None:
+            settings = asked if isinstance(asked, dict) else {}
+            self._compiled = torch.compile(by_forward, **settings)
+        return self._compiled
+
+    def _feature_mode(
+        self, batch: Batch, directions: torch.Tensor
+    ) -> tuple[FeatureMode, bool]:
+        """The fastest way that works, on as many examples as it will be.
 
         Where the expected costs are far apart the cheaper way is only tried; where
         they are close both are timed.
         """
-        x = detach(x)  # counting operations fails on inputs with a graph
-        size = batch_size(x, self.dict_key_x)
-        few = min(size, 4, self.sizes.examples_at_once(len(directions)))
-
-        def trial(mode: FeatureMode, vectorized: bool = True) -> Trial:
-            compute = self._feature_function(mode, directions, False, vectorized)
-            with differentiable_kernels():
-                return attempt(
-                    lambda n: compute(take(x, slice(0, n), size), n),
-                    few,
-                    self._has_values(),
-                )
-
-        def forward_family() -> dict[tuple[FeatureMode, bool], Trial]:
-            trials = {}
-            if self.asked_feature_mode in (FeatureMode.FORWARD, FeatureMode.AUTO):
-                # Together is faster for most layers; one after the other for depthwise
-                # convolutions, which `vmap` makes slow.
-                together = trials[FeatureMode.FORWARD, True] = trial(
-                    FeatureMode.FORWARD
-                )
-                if not self.compile or together.error is not None:
-                    one_by_one = trial(FeatureMode.FORWARD, vectorized=False)
-                    trials[FeatureMode.FORWARD, False] = one_by_one.handicapped()
-            if all(t.error is not None for t in trials.values()):
-                if self.asked_feature_mode is not FeatureMode.FORWARD:
-                    trials[FeatureMode.DOUBLE_VJP, True] = trial(FeatureMode.DOUBLE_VJP)
-            return trials
-
-        def reverse() -> dict[tuple[FeatureMode, bool], Trial]:
-            return {(FeatureMode.REVERSE, True): trial(FeatureMode.REVERSE)}
-
-        if self.asked_feature_mode is FeatureMode.REVERSE:
+        key, asked = (self._autocast, len(directions)), self.options.feature_mode
+        if key in self._feature_modes:
+            return self._feature_modes[key]
+        batch = batch.detach()  # counting operations fails on inputs with a graph
+        forward = partial(self._try_forward, batch, directions)
+        reverse = partial(self._try_reverse, batch, directions)
+        if asked is FeatureMode.REVERSE:
             trials = reverse()
-        elif self.asked_feature_mode is not FeatureMode.AUTO:
-            trials = forward_family()
+        elif asked is not FeatureMode.AUTO:
+            trials = forward()
         else:
-            cost = self.costs(take(x, slice(0, 1), size), len(directions))
+            cost = self._costs(batch, len(directions))
             advantage = cost[FeatureMode.REVERSE] / cost[FeatureMode.FORWARD]
-            order = [forward_family, reverse]
-            if advantage < 1:
-                order.reverse()
-            trials = order[0]()
+            first, second = (reverse, forward) if advantage < 1 else (forward, reverse)
+            trials = first()
             clear = max(advantage, 1 / advantage) > CLEAR_RATIO
             if not clear or all(t.error is not None for t in trials.values()):
-                trials |= {k: t.handicapped() for k, t in order[1]().items()}
-        self.feature_mode, self._vectorized = winner(trials)
-        logger.info("features by %s", self.feature_mode.value)
+                trials |= {way: t.handicapped() for way, t in second().items()}
+        self._feature_modes[key] = winner(trials)
+        logger.info("features by %s", self._feature_modes[key][0].value)
+        return self._feature_modes[key]
 
-    def _push_forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Forward mode, compiled at first use if that was asked for."""
-        if not self.compile:
-            return by_forward
-        if self._compiled is None:
-            options = self.compile if isinstance(self.compile, dict) else {}
-            self._compiled = torch.compile(by_forward, **options)
-        return self._compiled
+    def _try_forward(
+        self, batch: Batch, directions: torch.Tensor
+    ) -> dict[tuple[FeatureMode, bool], Trial]:
+        """Forward mode in both ways and, where it fails, its replacement."""
+        asked = self.options.feature_mode
+        trials: dict[tuple[FeatureMode, bool], Trial] = {}
+        if asked in (FeatureMode.FORWARD, FeatureMode.AUTO):
+            # Together is faster for most layers; one after the other for depthwise
+            # convolutions, which `vmap` makes slow.
+            together = self._try(FeatureMode.FORWARD, True, batch, directions)
+            trials[FeatureMode.FORWARD, True] = together
+            if not self.options.compile or together.error is not None:
+                one_by_one = self._try(FeatureMode.FORWARD, False, batch, directions)
+                trials[FeatureMode.FORWARD, False] = one_by_one.handicapped()
+        if asked is not FeatureMode.FORWARD:
+            if all(t.error is not None for t in trials.values()):
+                way = FeatureMode.DOUBLE_VJP, True
+                trials[way] = self._try(*way, batch, directions)
+        return trials
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": None}  # compiled code is not picklable
+    def _try_reverse(
+        self, batch: Batch, directions: torch.Tensor
+    ) -> dict[tuple[FeatureMode, bool], Trial]:
+        way = FeatureMode.REVERSE, True
+        try:
+            self._jacobian_mode(batch)  # a decision of its own, not part of the timing
+        except NotDifferentiableError as error:
+            return {way: Trial(float("inf"), error)}
+        return {way: self._try(*way, batch, directions)}
 
-    def state(self) -> dict[str, str | bool | None]:
-        """What was decided, in plain types, so that a loaded posterior does alike."""
+    def _try(
+        self,
+        mode: FeatureMode,
+        together: bool,
+        batch: Batch,
+        directions: torch.Tensor,
+    ) -> Trial:
+        """Seconds per example of all directions, from the first block of them."""
+        block = self._blocks(mode, batch, directions)[0]
+        if not (together and mode is not FeatureMode.DOUBLE_VJP):
+            block = block[:FEW_DIRECTIONS]
+        at_once = self._examples_at_once(mode, together, batch, len(block))
+        n = min(at_once, max(batch.size, FEWEST_EXAMPLES))
+        many = self._repeated(batch, n)
+        compute = self._feature_function(
+            mode, together, block.to(self.device, self.dtype), create_graph=False
+        )
+        trial = self._attempt(lambda m: compute(many.take(slice(0, m))), n)
+        return trial.times(len(directions) / len(block))
 
-        def value(mode: Enum | None) -> str | None:
-            return None if mode is None else mode.value
-
-        return {
-            "feature_mode": value(self.feature_mode),
-            "row_mode": value(self.row_mode),
-            "jacobian_mode": value(self.jacobian_mode),
-            "vectorized": self._vectorized,
-        }
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over the decisions of `state()`."""
-        for name, enum in (
-            ("feature_mode", FeatureMode),
-            ("row_mode", RowMode),
-            ("jacobian_mode", RowMode),
-        ):
-            setattr(self, name, enum(state[name]) if state[name] else None)
-        self._vectorized = state["vectorized"]
-
-    def costs(self, x: Any, rank: int) -> dict[FeatureMode, float]:
+    def _costs(self, batch: Batch, rank: int) -> dict[FeatureMode, float]:
         """Expected costs of one example's features, in forward passes."""
+        one = batch.take(slice(0, 1))
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            self.fn(self.fn.parameters(), x)
+            f = self.fn(self.fn.parameters(), one.inputs)
         multiplications = max(counter.get_total_flops() / 2, self.n_params)
-        product = self.n_outputs * self.n_params * rank / multiplications
+        n_outputs = f.numel()
+        product = n_outputs * self.n_params * rank / multiplications
         return {
             FeatureMode.FORWARD: 2 * rank + 1,
             FeatureMode.DOUBLE_VJP: 3 * rank + 2,
-            FeatureMode.REVERSE: 2 * self.n_outputs + 1 + product,
+            FeatureMode.REVERSE: 2 * n_outputs + 1 + product,
         }
+
+    # Features and residuals
+
+    def features_and_residual(
+        self,
+        x: Any,
+        directions: torch.Tensor,
+        metric: Metric | None = None,
+        create_graph: bool = False,
+    ) -> Features:
+        """Outputs, features and what lies outside the basis, by reverse mode.
+
+        Parameters
+        ----------
+        directions : torch.Tensor
+            Vᵀ `(K, P)`, orthonormal rows
+        metric : Metric, optional
+            in which gradients are measured, see `split_gradients`
+        create_graph : bool
+            whether the result can be differentiated in x
+        """
+        create_graph = create_graph and torch.is_grad_enabled()
+        batch = self._batch(x)
+        positions = self._positions(batch)
+        S, C, K = positions.n_positions, positions.n_channels, len(directions)
+        if not batch.size:
+            f, phi = self._nothing(C), self._nothing(C, K)
+            return Features(f, phi, positions, self._nothing(C, C))
+        self._check_result(
+            f"The residuals (C, C) of C={C} outputs at {batch.size * S} positions",
+            batch.size * S * C * C,
+        )
+        directions = directions.to(self.device, self.dtype)  # once, not per chunk
+
+        def split(J: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with full_precision(self.device):
+                return split_gradients(J, directions, metric)
+
+        parts = [
+            part
+            for examples in self._example_parts(batch)
+            for part in self._residual_parts(examples, positions, split, create_graph)
+        ]
+        f, phi, residual = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return Features(f, phi, positions, residual)
+
+    def _residual_parts(
+        self,
+        batch: Batch,
+        positions: Positions,
+        split: Split,
+        create_graph: bool,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Outputs (r, C), features (r, C, K) and residuals (r, C, C) of some rows.
+
+        Of all rows of the batch, if its Jacobians fit into one pass. Otherwise the
+        batch is one example, of which some positions are taken at a time.
+        """
+        S, C = positions.n_positions, positions.n_channels
+        order = positions.rows(torch.arange(S * C, device=self.device).unsqueeze(0))
+        at_once = self._outputs_at_once(batch)
+        if at_once >= S * C:
+            f, J = self._differentiate(batch, order.flatten(), create_graph)
+            J = J.unflatten(1, (S, C)).flatten(0, 1)  # (b·S, C, P)
+            yield positions.rows(f), *self._square(*split(J))
+        elif at_once >= C:
+            for part in chunks(S, at_once // C):
+                outputs = order[part].flatten()
+                f, J = self._differentiate(batch, outputs, create_graph)
+                J = J.unflatten(1, (-1, C)).squeeze(0)  # (s, C, P)
+                yield positions.rows(f)[part], *self._square(*split(J))
+        else:
+            for s in range(S):
+                f, phi, residual = self._residual_of_position(
+                    batch, order[s], split, max(1, at_once // 2), create_graph
+                )
+                yield positions.rows(f)[s : s + 1], phi, residual
+
+    def _square(
+        self, phi: torch.Tensor, rest: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features as they are, and the products (r, C, C) of the rest (r, C, P)."""
+        with full_precision(self.device):
+            return phi, accurate_product(rest, rest)
+
+    def _residual_of_position(
+        self,
+        batch: Batch,
+        outputs: torch.Tensor,
+        split: Split,
+        at_once: int,
+        create_graph: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Outputs (1, O), features (1, C, K) and residual (1, C, C) from pairs of
+        blocks of rows, of which no more than two are in memory."""
+        blocks = [outputs[part] for part in chunks(len(outputs), at_once)]
+        phis: list[torch.Tensor] = []
+        tiles: dict[tuple[int, int], torch.Tensor] = {}
+        f = None
+        for i, block in enumerate(blocks):
+            f, J = self._differentiate(batch, block, create_graph)
+            phi, left = split(J)
+            phis.append(phi)
+            with full_precision(self.device):
+                tiles[i, i] = accurate_product(left, left)
+            for j in range(i):
+                right = split(self._differentiate(batch, blocks[j], create_graph)[1])[1]
+                with full_precision(self.device):
+                    tiles[i, j] = accurate_product(left, right)
+                    tiles[j, i] = tiles[i, j].mT
+                del right
+        assert f is not None  # there is at least one output
+        n = range(len(blocks))
+        residual = torch.cat([torch.cat([tiles[i, j] for j in n], -1) for i in n], -2)
+        return f, torch.cat(phis, dim=1), residual

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
+
+from laplace_ella.support.batches import map_tensors
 
 __all__ = ["ModelFunction", "matching_names", "unwrap"]
 
@@ -22,10 +24,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod
-        else:
+            continue
+        compiled = getattr(model, "_orig_mod", None)
+        if not isinstance(compiled, nn.Module):
             return model
+        model = compiled
 
 
 def matching_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
@@ -33,13 +36,13 @@ def matching_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     patterns = patterns if isinstance(patterns, str) else list(patterns)
     if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
-            "params must be a list of parameter names or patterns, got "
+            "parameter_names must be a list of parameter names or patterns, got "
             f"{patterns!r}; names are those of model.named_parameters()."
         )
     unknown = [p for p in patterns if not any(fnmatchcase(n, p) for n in names)]
     if unknown or not patterns:
         raise ValueError(
-            f"params={patterns} must name parameters of the model; "
+            f"parameter_names={patterns} must name parameters of the model; "
             f"{unknown or 'an empty list'} matches none of {list(names)}."
         )
     return [n for n in names if any(fnmatchcase(n, p) for p in patterns)]
@@ -48,56 +51,95 @@ def matching_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 class ModelFunction:
     """f(params, x): the model with chosen parameters replaced, all others constant.
 
-    Outputs of any shape come as `(B, ·)`; `output_shape` has the shape of the last one,
-    without the batch dimension.
+    Pure: a model that writes to its buffers or its inputs writes to copies. Outputs
+    come in their natural shape `(B, ...)`; of objects with logits (Hugging Face) the
+    logits are taken.
 
     Parameters
     ----------
     model : torch.nn.Module
     names : sequence of str
         names of the P parameters in `model.named_parameters()`, in their order
+    dtype : torch.dtype, optional
+        in which the model is computed, whatever its own: parameters, buffers and
+        inputs that are floating-point numbers are converted, at every call
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, names: Sequence[str], dtype: torch.dtype | None = None
+    ) -> None:
         self.model = model
         self.names = tuple(names)
-        self.output_shape: tuple[int, ...] = ()
+        self._asked_dtype = dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of rows, features and basis: the parameters', float32 at least."""
+        dtype = torch.float32
+        for p in self._chosen():
+            dtype = torch.promote_types(dtype, self._asked_dtype or p.dtype)
+        return dtype
 
     def parameters(self) -> tuple[torch.Tensor, ...]:
-        """The current values, detached; they share memory with the model."""
-        named = dict(self.model.named_parameters())
-        return tuple(named[name].detach() for name in self.names)
+        """The current values, detached; without another dtype they share memory."""
+        return tuple(self._cast(p.detach()) for p in self._chosen())
+
+    def flat(self) -> torch.Tensor:
+        """The current values as one vector `(P,)`."""
+        # reshape, not view: parameters may be transposed or channels_last
+        return torch.cat([p.reshape(-1) for p in self.parameters()])
 
     def shapes(self) -> list[torch.Size]:
-        named = dict(self.model.named_parameters())
-        return [named[name].shape for name in self.names]
+        return [p.shape for p in self._chosen()]
 
     def numels(self) -> list[int]:
         return [shape.numel() for shape in self.shapes()]
 
     def split(self, vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of `(..., P)` vectors as parameters `(..., *shape)`."""
-        pieces = vectors.split(self.numels(), dim=-1)
+        """Vectors `(..., P)` as parameters `(..., *shape)`; views where possible."""
+        shapes = self.shapes()
+        pieces = vectors.split([shape.numel() for shape in shapes], dim=-1)
         return tuple(
             piece.reshape(*vectors.shape[:-1], *shape)
-            for piece, shape in zip(pieces, self.shapes(), strict=True)
+            for piece, shape in zip(pieces, shapes, strict=True)
         )
 
     def __call__(
         self, params: Sequence[torch.Tensor], x: Any, **kwargs: Any
     ) -> torch.Tensor:
+        return self.prepare(params, x, **kwargs)()
+
+    def prepare(
+        self, params: Sequence[torch.Tensor], x: Any, **kwargs: Any
+    ) -> Callable[[], torch.Tensor]:
+        """The same in two steps: copy what the model may write to, then call it."""
         chosen = dict(zip(self.names, params, strict=True))
         # Detached, so that no graph is built through the layers below them.
         others = {
-            name: p.detach()
+            name: self._cast(p.detach())
             for name, p in self.model.named_parameters()
             if name not in chosen
         }
-        # Copies, made inside any transform: a forward pass may count in place.
-        buffers = {name: b.clone() for name, b in self.model.named_buffers()}
+        # Copies, made inside any transform: a forward pass may count in place. Those
+        # of the inputs cost 1 µs each, less than to find out who needs them.
+        buffers = {name: self._copy(b) for name, b in self.model.named_buffers()}
+        x, kwargs = map_tensors(self._copy, x), map_tensors(self._copy, kwargs)
         state = {**buffers, **others, **chosen}
-        f = functional_call(self.model, state, (x,), kwargs)
-        if isinstance(f, torch.Tensor):
-            self.output_shape = tuple(f.shape[1:])
-            f = f.flatten(1) if f.ndim > 2 else f
-        return f
+
+        def run() -> torch.Tensor:
+            f = functional_call(self.model, state, (x,), kwargs)
+            return f if isinstance(f, torch.Tensor) else getattr(f, "logits", f)
+
+        return run
+
+    def _chosen(self) -> list[nn.Parameter]:
+        named = dict(self.model.named_parameters())
+        return [named[name] for name in self.names]
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        floating = tensor.is_floating_point()
+        return tensor.to(self._asked_dtype) if floating else tensor
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        cast = self._cast(tensor)
+        return cast.clone() if cast is tensor else cast

@@ -1,11 +1,13 @@
 """Rows of the Jacobian: gradients of one combination of the outputs of each example.
 
-A combination is given by a cotangent (C,): a unit vector selects one output.
+A combination is given by a cotangent over the O = S·C outputs of one example, in the
+model's order: a unit vector selects one output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
@@ -13,15 +15,14 @@ import torch
 from torch.func import grad, vjp, vmap
 
 from laplace_ella.derivatives.model_function import ModelFunction
-from laplace_ella.support.batches import take
-from laplace_ella.support.preserve import full_precision
+from laplace_ella.support.batches import Batch
 
 __all__ = [
     "RowMode",
     "jacobian_by_loop",
     "jacobian_by_vmap",
-    "projection_by_vmap",
-    "row_dtype",
+    "map_jacobians",
+    "pull_back",
     "rows_by_loop",
     "rows_by_vmap",
 ]
@@ -37,7 +38,7 @@ class RowMode(str, Enum):
     """`vmap(grad)`: one batched backward pass. Grouped convolutions may be slow."""
 
     LOOP = "loop"
-    """One backward pass an example. Works for every model autograd works for."""
+    """One backward pass per row. Works for every model autograd works for."""
 
     BACKPACK = "backpack"
     """BackPACK's `BatchGrad`: one backward pass, for the layers that it knows."""
@@ -46,18 +47,49 @@ class RowMode(str, Enum):
     """ASDL's batch gradients: the same. Convolutions take the memory of `unfold`."""
 
 
-def row_dtype(fn: ModelFunction) -> torch.dtype:
-    """Dtype of rows and basis: the parameters', float32 at least."""
-    dtype = torch.float32
-    for p in fn.parameters():
-        dtype = torch.promote_types(dtype, p.dtype)
-    return dtype
+def pull_back(
+    fn: ModelFunction,
+    x: Any,
+    cotangents: Iterable[torch.Tensor],
+    create_graph: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """uᵀJ(x), summed over the batch, for several u and one forward pass.
+
+    Parameters
+    ----------
+    x : Any
+        inputs of B examples
+    cotangents : iterable of torch.Tensor
+        u, `(B, O)` each; for rows of one example, zero at all others
+
+    Returns
+    -------
+    tuple
+        outputs `(B, O)` and one row per cotangent, `(n, P)`
+    """
+    dtype, rows = fn.dtype, []
+    with torch.enable_grad():
+        params = [p.requires_grad_() for p in fn.parameters()]
+        f = fn(params, x).flatten(1)
+        for cotangent in cotangents:
+            grads = torch.autograd.grad(
+                f,
+                params,
+                cotangent.to(f),
+                retain_graph=True,
+                create_graph=create_graph,
+                materialize_grads=True,
+            )
+            rows.append(torch.cat([g.flatten().to(dtype) for g in grads]))
+    # A list without rows has no shape of its own.
+    J = torch.stack(rows) if rows else f.new_zeros(0, sum(fn.numels()), dtype=dtype)
+    f = f.to(dtype)
+    return (f, J) if create_graph else (f.detach(), J.detach())
 
 
 def rows_by_vmap(
     fn: ModelFunction,
-    x: Any,
-    size: int,
+    batch: Batch,
     examples: torch.Tensor,
     cotangents: torch.Tensor,
 ) -> torch.Tensor:
@@ -65,151 +97,105 @@ def rows_by_vmap(
 
     Parameters
     ----------
-    x : Any
-        inputs of `size` examples
+    batch : Batch
+        B inputs
     examples : torch.Tensor
         positions in the batch, `(m,)`
     cotangents : torch.Tensor
-        `(m, C)`
+        `(m, O)`
 
     Returns
     -------
     torch.Tensor
         `(m, P)`
     """
-    selected = take(x, examples, size)
-    leaves = _batched_leaves(selected, len(examples))
-    params, dtype = fn.parameters(), row_dtype(fn)
+    selected = batch.take(examples)
+    params, dtype = fn.parameters(), fn.dtype
 
     def row(leaves: list[torch.Tensor], cotangent: torch.Tensor) -> torch.Tensor:
-        single = _rebuild(selected, len(examples), [v.unsqueeze(0) for v in leaves])
+        single = selected.with_leaves([v.unsqueeze(0) for v in leaves], 1).inputs
 
         def combined(params: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            f = fn(params, single)[0]
+            f = fn(params, single).flatten()
             return (f * cotangent.to(f.dtype)).sum()
 
         return torch.cat([g.flatten().to(dtype) for g in grad(combined)(params)])
 
-    return vmap(row, randomness="same")(leaves, cotangents)
+    return vmap(row, randomness="same")(list(selected.leaves), cotangents)
 
 
 def rows_by_loop(
     fn: ModelFunction,
-    x: Any,
-    size: int,
+    batch: Batch,
     examples: torch.Tensor,
     cotangents: torch.Tensor,
 ) -> torch.Tensor:
-    """The same as `rows_by_vmap`, one backward pass a row.
+    """The same as `rows_by_vmap`, one backward pass per row.
 
     Rows of one example that stand together share its forward pass.
     """
-    dtype = row_dtype(fn)
-    rows, last, f = [], None, None
-    with torch.enable_grad():
-        params = [p.requires_grad_() for p in fn.parameters()]
-        for example, cotangent in zip(examples.tolist(), cotangents, strict=True):
-            if example != last:
-                f = fn(params, take(x, slice(example, example + 1), size))[0]
-                last = example
-            grads = torch.autograd.grad(
-                f,
-                params,
-                cotangent.to(f.dtype),
-                retain_graph=True,
-                materialize_grads=True,
-            )
-            rows.append(torch.cat([g.flatten().to(dtype) for g in grads]))
-    return torch.stack(rows)
+    pairs = zip(examples.tolist(), cotangents, strict=True)
+    rows = [
+        pull_back(
+            fn,
+            batch.take(slice(example, example + 1)).inputs,
+            (cotangent.unsqueeze(0) for _, cotangent in group),
+        )[1]
+        for example, group in itertools.groupby(pairs, key=lambda pair: pair[0])
+    ]
+    return torch.cat(rows)
+
+
+def map_jacobians(
+    fn: ModelFunction,
+    batch: Batch,
+    cotangents: torch.Tensor,
+    reduce: Callable[[tuple[torch.Tensor, ...]], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs (B, O), and what `reduce` makes of the rows of every example.
+
+    It gets the gradients `(o, *shape)` of every parameter, for the cotangents `(o, O)`
+    that all examples have in common, from one backward pass of all examples together.
+    """
+    params, dtype = fn.parameters(), fn.dtype
+
+    def single(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        one = batch.with_leaves([v.unsqueeze(0) for v in leaves], 1).inputs
+        f, pull = vjp(lambda p: fn(p, one).flatten(), params)[:2]
+        (grads,) = vmap(pull)(cotangents.to(f))
+        return f.to(dtype), reduce(grads)
+
+    return vmap(single, randomness="same")(list(batch.leaves))
 
 
 def jacobian_by_vmap(
-    fn: ModelFunction, x: Any, size: int
+    fn: ModelFunction, batch: Batch, cotangents: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs (B, C) and the whole Jacobian (B, C, P), one forward pass an example."""
-    leaves = _batched_leaves(x, size)
-    params, dtype = fn.parameters(), row_dtype(fn)
-
-    def single(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        one = _rebuild(x, size, [v.unsqueeze(0) for v in leaves])
-        f, pull = vjp(lambda p: fn(p, one).squeeze(0), params)
-        basis = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
-        (grads,) = vmap(pull)(basis)
-        return f, torch.cat([g.flatten(1).to(dtype) for g in grads], dim=1)
-
-    return vmap(single, randomness="same")(leaves)
-
-
-def projection_by_vmap(
-    fn: ModelFunction, x: Any, size: int, directions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs (B, C) and J(x)V (B, C, K) without putting the Jacobian together.
-
-    Each parameter's gradients are multiplied by its part of V as they are: the copy
-    into one matrix would cost more than the products.
-    """
-    leaves = _batched_leaves(x, size)
-    params, dtype = fn.parameters(), row_dtype(fn)
-    pieces = directions.to(dtype).split(fn.numels(), dim=1)  # (K, p_l) each
-
-    def single(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        one = _rebuild(x, size, [v.unsqueeze(0) for v in leaves])
-        f, pull = vjp(lambda p: fn(p, one).squeeze(0), params)
-        basis = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
-        (grads,) = vmap(pull)(basis)
-        parts = zip(grads, pieces, strict=True)
-        with full_precision(params[0].device):
-            return f, sum(g.flatten(1).to(dtype) @ v.T for g, v in parts)
-
-    return vmap(single, randomness="same")(leaves)
+    """Outputs (B, O) and cᵀJ(x) (B, o, P) for cotangents (o, O) at every example."""
+    dtype = fn.dtype
+    return map_jacobians(
+        fn,
+        batch,
+        cotangents,
+        lambda grads: torch.cat([g.flatten(1).to(dtype) for g in grads], dim=1),
+    )
 
 
 def jacobian_by_loop(
-    fn: ModelFunction, x: Any, size: int, create_graph: bool = False
+    fn: ModelFunction,
+    batch: Batch,
+    cotangents: torch.Tensor,
+    create_graph: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, one backward pass an output and example."""
-    dtype = row_dtype(fn)
-    outputs, rows = [], []
-    with torch.enable_grad():
-        params = [p.requires_grad_() for p in fn.parameters()]
-        for b in range(size):
-            f = fn(params, take(x, slice(b, b + 1), size))[0]
-            for output in f:
-                grads = torch.autograd.grad(
-                    output,
-                    params,
-                    retain_graph=True,
-                    create_graph=create_graph,
-                    materialize_grads=True,
-                )
-                rows.append(torch.cat([g.flatten().to(dtype) for g in grads]))
-            outputs.append(f)
-    f, J = torch.stack(outputs), torch.stack(rows).reshape(size, len(outputs[0]), -1)
-    return (f, J) if create_graph else (f.detach(), J.detach())
-
-
-def _batched_leaves(x: Any, size: int) -> list[torch.Tensor]:
-    """The tensors of `x` that have a batch dimension, in a fixed order."""
-    if isinstance(x, torch.Tensor):
-        return [x] if x.ndim and x.shape[0] == size else []
-    if not isinstance(x, (Mapping, tuple, list)):
-        return []
-    values = x.values() if isinstance(x, Mapping) else x
-    return [leaf for value in values for leaf in _batched_leaves(value, size)]
-
-
-def _rebuild(x: Any, size: int, leaves: list[torch.Tensor]) -> Any:
-    """`x` with its batched tensors replaced, in the order of `_batched_leaves`."""
-    remaining = iter(leaves)
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            batched = value.ndim and value.shape[0] == size
-            return next(remaining) if batched else value
-        if isinstance(value, Mapping):
-            return {key: replace(v) for key, v in value.items()}
-        if isinstance(value, (tuple, list)):
-            return type(value)(replace(v) for v in value)
-        return value
-
-    return replace(x)
+    """The same, one backward pass per cotangent and example."""
+    parts = [
+        pull_back(
+            fn,
+            batch.take(slice(b, b + 1)).inputs,
+            cotangents.unsqueeze(1),
+            create_graph,
+        )
+        for b in range(batch.size)
+    ]
+    f, J = zip(*parts, strict=True)
+    return torch.cat(f), torch.stack(J)

@@ -3,67 +3,77 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 import torch
 
+from laplace_ella.errors import NotDifferentiableError
 from laplace_ella.support.batches import has_values
 
-__all__ = ["NotDifferentiableError", "Trial", "attempt", "winner"]
+__all__ = ["Trial", "attempt", "winner"]
+
+W = TypeVar("W", bound=Enum | tuple[Enum, bool])
 
 #: How much faster than the way that should be cheaper another one must be.
 HANDICAP = 1.25
 
+#: Seconds that one run of a trial may be expected to take.
+LONGEST = 0.5
 
-class NotDifferentiableError(RuntimeError):
-    """No way to differentiate the model works; the message has what each one said."""
+#: Every run of a trial has so many times the examples of the one before.
+GROWTH = 8
 
-    def __init__(self, trials: dict[Any, Trial]) -> None:
-        self.said = "; ".join(
-            f"{_name(way)}: {_first_line(trial.error)}" for way, trial in trials.items()
-        )
-        super().__init__(
-            f"The model could not be differentiated. {self.said}. Options: another "
-            "feature_mode (forward, reverse, double_vjp) or row_mode (vmap, loop), "
-            "freezing the layers with the unsupported operator "
-            "(requires_grad_(False)), or subset_of_weights='last_layer'."
-        )
+#: Runs shorter than this are repeated: they are over before the machine is warm.
+SHORT = 0.1
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of one way: seconds an example, or the exception it raised."""
+    """What came of one way: seconds per example, or the exception it raised."""
 
     seconds: float
     error: Exception | None = None
 
+    def times(self, factor: float) -> Trial:
+        """The trial of `factor` times the work."""
+        return Trial(factor * self.seconds, self.error)
+
     def handicapped(self) -> Trial:
         """Timings are noisy: what should be dearer must be clearly faster to win."""
-        return Trial(HANDICAP * self.seconds, self.error)
+        return self.times(HANDICAP)
 
 
 def attempt(way: Callable[[int], object], n: int, measure: bool) -> Trial:
-    """Run a way on one example, then, if that was quick, time it on n.
+    """Run a way on one example, then time it on more of them, up to n.
 
-    The better of two runs: what else the machine does can only make them slower.
+    A way that is slow on one example may be the fastest on hundreds, so the number
+    grows until n, or until a run would take long. Of short runs the better of two
+    counts: what else the machine does can only make them slower.
     """
 
-    def timed(n: int) -> float:
+    def timed(size: int) -> float:
         start = time.perf_counter()
-        _synchronize(way(n))
+        _synchronize(way(size))
         return time.perf_counter() - start
 
     try:
-        seconds = timed(1)
-        if measure and seconds < 0.5:  # the first run also warms up
-            seconds = min(timed(n), timed(n)) / n
+        size, seconds = 1, timed(1)  # the first run also warms up
+        while measure:
+            affordable = int(LONGEST * size / max(seconds, 1e-9))
+            larger = min(n, GROWTH * size, affordable)
+            if larger < min(n, 2 * size) or larger == size:
+                break
+            size, seconds = larger, timed(larger)
+        if measure and seconds < SHORT:
+            seconds = min(seconds, timed(size))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever an unsupported operator raises
         return Trial(float("inf"), error)
-    return Trial(seconds)
+    return Trial(seconds / size)
 
 
 def _synchronize(result: Any) -> None:
@@ -73,20 +83,15 @@ def _synchronize(result: Any) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def winner(trials: dict[Any, Trial]) -> Any:
+def winner(trials: Mapping[W, Trial]) -> W:
     """The fastest way that worked, or an error that tells what each way said."""
     best = min(trials, key=lambda way: trials[way].seconds)
     if trials[best].error is None:
         return best
-    raise NotDifferentiableError(trials) from trials[best].error
+    failures = {_name(way): trial.error for way, trial in trials.items() if trial.error}
+    raise NotDifferentiableError(failures) from trials[best].error
 
 
 def _name(way: Any) -> str:
-    return (way[0] if isinstance(way, tuple) else way).value
-
-
-def _first_line(error: Exception | None) -> str:
-    if isinstance(error, NotDifferentiableError):
-        return error.said
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    mode, together = way if isinstance(way, tuple) else (way, True)
+    return mode.value if together else f"{mode.value}, one by one"

@@ -26,7 +26,7 @@ def cholesky_in_place(lower: torch.Tensor) -> torch.Tensor:
     info = torch.empty((), dtype=torch.int32, device=lower.device)
     torch.linalg.cholesky_ex(upper, upper=True, out=(upper, info))
     if info.item():
-        raise torch.linalg.LinAlgError(
+        raise torch.linalg.LinAlgError(  # pyright: ignore[reportPrivateImportUsage]
             "The exact posterior precision is not positive definite in float64. A "
             "larger prior precision avoids this."
         )

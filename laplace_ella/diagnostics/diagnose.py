@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import DataLoader
 
-from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.diagnostics import exact as exactly
 from laplace_ella.diagnostics.exact import (
     MAX_BYTES,
@@ -34,7 +33,7 @@ from laplace_ella.diagnostics.spectral import (
     orthonormal_directions,
     residual_norms,
 )
-from laplace_ella.support.preserve import differentiable_kernels
+from laplace_ella.support.checks import check_generator
 
 if TYPE_CHECKING:
     from laplace_ella.ella import ELLALaplace
@@ -266,20 +265,6 @@ def effective_dof(H: torch.Tensor, prior: torch.Tensor) -> float:
     return float(torch.linalg.solve(H + prior, H).trace())
 
 
-def _pull(fn: ModelFunction, x: Any, u: torch.Tensor) -> torch.Tensor:
-    """uᵀJ(x), summed over the batch: vectors `(B, C, S)` to `(S, P)`."""
-    with torch.enable_grad():
-        params = [p.requires_grad_() for p in fn.parameters()]
-        f = fn(params, x)
-        rows = []
-        for vector in u.unbind(-1):
-            grads = torch.autograd.grad(
-                f, params, vector.to(f), retain_graph=True, materialize_grads=True
-            )
-            rows.append(torch.cat([g.flatten().to(u.dtype) for g in grads]))
-    return torch.stack(rows)
-
-
 def _estimate(
     la: ELLALaplace,
     loader: DataLoader,
@@ -289,8 +274,10 @@ def _estimate(
     generator: torch.Generator | None,
 ) -> tuple[NystromError, float]:
     """Stochastic estimate of the Nyström error, and the largest ‖Λ(x)‖."""
-    linearizer = la._linearizer
-    directions = orthonormal_directions(la.basis.directions, la._device)
+    linearizer = la.fitter.linearizer
+    directions = orthonormal_directions(
+        la.posterior.basis.directions, la.fitter.linearizer.device
+    )
     # Hutchinson: E‖J(I − VVᵀ)z‖² = tr J(I − VVᵀ)Jᵀ. The rest of the trace is ‖JV‖².
     probes = torch.randn(
         n_probes,
@@ -303,20 +290,21 @@ def _estimate(
     squares = torch.zeros(n_probes, dtype=torch.float64, device=directions.device)
     within, curvature = 0.0, 0.0
     tangents = torch.cat([probes, directions])
-    for x, _ in la._batches(loader, "[Trace]", False):
-        f, products = linearizer.features(x, tangents)
-        products = products.double().square().sum((0, 1))
+    for x, _ in la.fitter.batches(loader):
+        features = linearizer.features(x, tangents)
+        products = features.phi.double().square().sum((0, 1))
         squares += products[:n_probes]
         within += float(products[n_probes:].sum())
-        curvature = max(curvature, largest_curvature(f, la._family))
+        curvature = max(
+            curvature, largest_curvature(features.f, la.fitter.observation.family)
+        )
     del probes, tangents
 
     def apply(v: torch.Tensor) -> torch.Tensor:
         total = torch.zeros_like(v)
-        for x, _ in la._batches(loader, "[Lanczos]", False):
-            _, u = linearizer.features(x, v)  # v → Jv
-            with differentiable_kernels():
-                total += _pull(linearizer.fn, x, u.to(v))  # Jv → JᵀJv
+        for x, _ in la.fitter.batches(loader):
+            u = linearizer.features(x, v).phi  # v → Jv
+            total += linearizer.pull_back(x, u.to(v))  # Jv → JᵀJv
         return total
 
     ranks = [len(directions), 0]
@@ -403,8 +391,7 @@ def diagnose(
     >>> report.bound.error <= report.bound.theorem_1
     True
     """
-    la._check_fitted()
-    la._check_generator(generator)
+    check_generator(generator, la.fitter.linearizer.device)
     try:
         method = DiagnosticMethod(method)
     except ValueError:
@@ -437,7 +424,7 @@ def diagnose(
     exact, errors, weight_error = None, None, None
     if dense:
         exact = ExactLaplace.from_loader(la, loader, max_bytes)
-        (error,) = exact.nystrom_errors(la.basis.directions)
+        (error,) = exact.nystrom_errors(posterior.basis.directions)
         curvature = exact.curvature
         posterior = exact.refit(posterior)
         if val_loader is not None:
@@ -450,7 +437,12 @@ def diagnose(
     else:
         with working(la, loader):
             error, curvature = _estimate(
-                la, loader, n_probes, n_steps, tol, generator or la._fresh_generator()
+                la,
+                loader,
+                n_probes,
+                n_steps,
+                tol,
+                generator or la.fitter.fresh_generator(),
             )
     bound = None
     if posterior.is_scalar:
@@ -463,7 +455,7 @@ def diagnose(
             c_kappa=None if exact is None else exact.c_kappa,
             n_data=n_data,
             n_outputs=la.n_outputs,
-            n_samples=la.basis.n_samples,
+            n_samples=posterior.basis.n_samples,
             rank=la.rank,
             delta=delta,
             error=weight_error,
@@ -472,10 +464,10 @@ def diagnose(
         n_data=n_data,
         n_outputs=la.n_outputs,
         n_params=la.n_params,
-        n_samples=la.basis.n_samples,
+        n_samples=posterior.basis.n_samples,
         rank=la.rank,
-        eigenvalues=la.basis.eigenvalues,
-        explained=la.basis.explained,
+        eigenvalues=posterior.basis.eigenvalues,
+        explained=posterior.basis.explained,
         effective_dof=dof,
         nystrom=error,
         ella_error=None if errors is None else float(errors.mean()),

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.data import DataLoader
 
-from laplace_ella.derivatives.rows import row_dtype
 from laplace_ella.diagnostics.jacobians import (
     count,
     jacobians,
@@ -82,7 +81,7 @@ def dense_bytes(
 
 
 def needed_bytes(la: ELLALaplace, n_data: int, n_val: int = 0) -> int:
-    itemsize = row_dtype(la._linearizer.fn).itemsize
+    itemsize = la.fitter.linearizer.dtype.itemsize
     return dense_bytes(n_data, la.n_outputs, la.n_params, itemsize, n_val)
 
 
@@ -170,7 +169,7 @@ class ExactLaplace(ABC):
         self.n_params = la.n_params
         self.trace = self.c_kappa = self.curvature = 0.0
         posterior = la.posterior
-        self.family = la._family
+        self.family = la.fitter.observation.family
         self.factor = float(posterior.factor)
         self.prior = posterior.prior_diagonal().detach().double()
 
@@ -291,6 +290,5 @@ class ExactLaplace(ABC):
     def weight_error(self, posterior: SubspacePosterior) -> float:
         """ℰ = ‖Σ' − Σ‖; P×P matrices."""
         eye = torch.eye(self.n_params, dtype=torch.float64, device=self.prior.device)
-        phi, kernel = products(posterior, eye)
-        approximate = posterior.joint_covariance(phi, kernel)
+        approximate = posterior.joint_covariance(*products(posterior, eye))
         return float(spectral_norms(approximate - self.covariance()))

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from laplace_ella.fitting import sampling
 from laplace_ella.posterior.subspace import SubspacePosterior
-from laplace_ella.support.batches import batch_size, chunks, take
 from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.metric import split_gradients
+from laplace_ella.support.preserve import undisturbed
 
 if TYPE_CHECKING:
     from laplace_ella.ella import ELLALaplace
@@ -33,7 +34,7 @@ __all__ = [
 @contextmanager
 def working(la: ELLALaplace, *loaders: Any) -> Iterator[None]:
     """The user's model, random states and flags untouched, and no graph."""
-    with la._undisturbed(*loaders), torch.no_grad():
+    with undisturbed(la.model, *loaders):
         yield
 
 
@@ -55,35 +56,32 @@ def jacobians(
     la: ELLALaplace, loader: DataLoader
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Outputs (b, C) and Jacobians (b, C, P) of a few examples after the other."""
-    linearizer = la._linearizer
-    at_once = linearizer.sizes.rows_at_once(rows_per_example=la.n_outputs)
-    for x, _ in la._batches(loader, "[Jacobians]", False):
-        size = batch_size(x, la.dict_key_x)
-        for part in chunks(size, at_once):
-            yield linearizer.jacobian(take(x, part, size))
+    for x, _ in la.fitter.batches(loader):
+        for f, J, _ in la.fitter.linearizer.jacobian_chunks(x):
+            yield f, J
 
 
 def not_all_once(n_data: int) -> str:
     """Message for a loader whose pass has other than its N examples."""
     return (
         f"The loader did not yield each of its {n_data} examples once. Pass a loader "
-        "without replacement and with one example an index."
+        "without replacement and with one example per index."
     )
+
+
+def kappa_ella(posterior: SubspacePosterior, Js: torch.Tensor) -> torch.Tensor:
+    """κ_ELLA(x, x) (B, C, C), float64, for Jacobians (B, C, P)."""
+    phi, residual = products(posterior, Js)
+    return posterior.function_values(phi[..., 0], phi, residual).covariance()
 
 
 def products(
     posterior: SubspacePosterior, Js: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What the posterior needs of Jacobians (..., C, P), in float64."""
-    weights = posterior.kernel_weights()
-    weighted = Js if weights is None else Js * weights.to(Js)
-    phi = (weighted @ posterior.basis.vectors.to(Js)).double()
-    if not posterior.needs_kernel:
-        return phi, None
-    return phi, (weighted.double() @ Js.double().mT)
-
-
-def kappa_ella(posterior: SubspacePosterior, Js: torch.Tensor) -> torch.Tensor:
-    """κ_ELLA(x, x) (B, C, C) for Jacobians (B, C, P)."""
-    phi, kernel = products(posterior, Js)
-    return posterior.function_values(phi[..., 0], phi, kernel).covariance()
+    directions = posterior.basis.directions.to(Js)
+    phi, rest = split_gradients(Js, directions, posterior.metric)
+    if not posterior.needs_residual:
+        return phi.double(), None
+    rest = rest.double()
+    return phi.double(), rest @ rest.mT

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.data import DataLoader
 
-from laplace_ella.derivatives.rows import row_dtype
 from laplace_ella.diagnostics import exact
 from laplace_ella.diagnostics.dense_algebra import cholesky_in_place, cross
 from laplace_ella.diagnostics.jacobians import jacobians, not_all_once
@@ -32,8 +31,10 @@ class KernelSide(exact.ExactLaplace):
     def __init__(self, la: ELLALaplace, loader: DataLoader, n_data: int) -> None:
         self._start(la, n_data)
         C, P = self.n_outputs, self.n_params
-        dtype = row_dtype(la._linearizer.fn)
-        self.J = torch.empty(n_data, C, P, dtype=dtype, device=la._device)
+        dtype = la.fitter.linearizer.dtype
+        self.J = torch.empty(
+            n_data, C, P, dtype=dtype, device=la.fitter.linearizer.device
+        )
         outputs, filled = [], 0
         for f, J in jacobians(la, loader):
             if filled + len(f) > n_data:

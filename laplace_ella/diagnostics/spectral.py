@@ -70,6 +70,7 @@ def lanczos(
     n_steps = min(n_steps, start.shape[1])
     q = start / start.norm(dim=1, keepdim=True).clamp_min(1e-300)
     basis, diagonal, off = [q], [], []
+    values = errors = torch.zeros(len(start), 0, dtype=torch.float64, device=q.device)
     for _ in range(n_steps):
         w = apply(q).to(q)
         diagonal.append((w.double() * q.double()).sum(1))

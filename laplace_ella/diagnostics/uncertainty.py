@@ -9,28 +9,30 @@ Index legend: C outputs, B batch, S samples.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from laplace.baselaplace import BaseLaplace, ParametricLaplace
 from laplace.utils.enums import Likelihood
+from torch.utils.data import DataLoader
 
+from laplace_ella import metrics
+from laplace_ella.ella import ELLALaplace
 from laplace_ella.posterior import predictive
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.support.batches import chunks, to_device
+from laplace_ella.support.checks import check_generator, positive_int
 from laplace_ella.support.layout import Positions
-
-if TYPE_CHECKING:
-    from laplace_ella.ella import ELLALaplace
+from laplace_ella.support.loaders import loader_batches
+from laplace_ella.support.preserve import random_states
 
 __all__ = [
     "Uncertainty",
     "UncertaintyMeasure",
-    "binary_entropy",
     "decompose",
-    "entropy",
 ]
 
 
@@ -38,10 +40,10 @@ class UncertaintyMeasure(str, Enum):
     """In what the parts of an uncertainty are measured."""
 
     ENTROPY = "entropy"
-    """Nats; one number an input, between 0 and log C, or one a label of several."""
+    """Nats; one number per input, between 0 and log C, or one per label of several."""
 
     VARIANCE = "variance"
-    """Squares of the targets' unit; one number an input and output."""
+    """Squares of the targets' unit; one number per input and output."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Uncertainty:
         predicted probabilities, or the mean of a regression, `(B, C)`
     total : torch.Tensor
         entropy of `mean` `(B,)`, or variance of an observation `(B, C)`. Of outputs at
-        many positions: one entropy a position, variances in the shape of the output;
-        with `multi_label` one entropy an output
+        many positions: one entropy per position, variances in the shape of the output;
+        with `multi_label` one entropy per output
     aleatoric : torch.Tensor
         mean entropy of the sampled predictions `(B,)`, or noise variance `(B, C)`
     epistemic : torch.Tensor
@@ -72,21 +74,12 @@ class Uncertainty:
     measure: UncertaintyMeasure
 
 
-def entropy(probabilities: torch.Tensor) -> torch.Tensor:
-    """−Σ_c p_c log p_c in nats over the last dimension, with 0 log 0 = 0."""
-    return torch.special.entr(probabilities).sum(-1)
-
-
-def binary_entropy(probabilities: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats of each label that is there with probability p."""
-    return torch.special.entr(probabilities) + torch.special.entr(1 - probabilities)
-
-
 def decompose(
-    la: ELLALaplace,
-    x: torch.Tensor | MutableMapping[str, Any],
+    la: BaseLaplace,
+    x: Any,
     n_samples: int = 512,
     generator: torch.Generator | None = None,
+    progress_bar: bool = False,
 ) -> Uncertainty:
     """Total, aleatoric and epistemic uncertainty of the linearised predictive.
 
@@ -97,15 +90,18 @@ def decompose(
 
     Parameters
     ----------
-    la : ELLALaplace
+    la : ELLALaplace, or another member of the Laplace family
         fitted
-    x : torch.Tensor or MutableMapping
-        B inputs
+    x : torch.Tensor, MutableMapping or DataLoader
+        B inputs, or a loader of batches `(inputs, targets)`, whose targets play no
+        part
     n_samples : int, default=512
         S, drawn in chunks of bounded memory
     generator : torch.Generator, optional
-        source of the samples; without it they are made from `la.seed`, the same at
-        every call
+        source of the samples; without it those of ELLA are made from `la.seed`, the
+        same at every call
+    progress_bar : bool, default=False
+        of the batches of a loader
 
     Returns
     -------
@@ -117,32 +113,80 @@ def decompose(
     >>> from laplace import Laplace
     >>> from torch.utils.data import DataLoader, TensorDataset
     >>> import laplace_ella
-    >>> from laplace_ella.diagnostics.uncertainty import decompose
     >>> model = torch.nn.Linear(2, 3)
     >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
     >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
     >>> la.fit(DataLoader(data, batch_size=25))
-    >>> parts = decompose(la, torch.randn(4, 2))
+    >>> parts = laplace_ella.decompose(la, torch.randn(4, 2))
     >>> bool((parts.epistemic >= 0).all()), parts.total.shape
     (True, torch.Size([4]))
     """
-    la._check_fitted()
-    la._check_generator(generator)
-    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
-        raise ValueError(f"n_samples must be a positive integer, got {n_samples!r}.")
-    with la._undisturbed(), torch.set_grad_enabled(la.enable_backprop):
-        posterior = la.posterior
-        features = la._kernel_features(
-            to_device(x, la._device), posterior, la.enable_backprop
-        )
-        values = posterior.function_values(*features)
-        if la.likelihood == Likelihood.CLASSIFICATION:
-            parts = _decompose_classes(
-                values, n_samples, generator or la._fresh_generator(), la._family
+    positive_int("n_samples", n_samples)
+    check_generator(generator, next(la.model.parameters()).device)
+    if isinstance(x, DataLoader):
+        device = next(la.model.parameters()).device
+        with random_states(device, x):
+            batches = loader_batches(
+                x, device, la.dict_key_y, "[Uncertainty]", progress_bar
             )
+            parts = [decompose(la, b, n_samples, generator) for b, _ in batches]
+        if not parts:
+            raise ValueError("The loader yielded no batch; there is nothing to tell.")
+        return _concatenate(parts)
+    if isinstance(la, ELLALaplace):
+        return _decompose_ella(la, x, n_samples, generator)
+    return _decompose_other(la, x, n_samples, generator)
+
+
+def _decompose_ella(
+    la: ELLALaplace, x: Any, n_samples: int, generator: torch.Generator | None
+) -> Uncertainty:
+    with la.predicting() as predictor:
+        values, positions = predictor.function_values(
+            to_device(x, predictor.linearizer.device)
+        )
+        if la.likelihood == Likelihood.CLASSIFICATION:
+            generator = generator or la.fitter.fresh_generator()
+            parts = _decompose_classes(values, n_samples, generator, predictor.family)
         else:
-            parts = _decompose_variance(values, _noise_variance(la, values.mean))
-        return _restore(parts, la._positions)
+            noise = _noise_variance(la, values.mean)
+            parts = _decompose_variance(values.mean, values.variance(), noise)
+        return _restore(parts, positions)
+
+
+def _decompose_other(
+    la: BaseLaplace, x: Any, n_samples: int, generator: torch.Generator | None
+) -> Uncertainty:
+    """The same by the interface that all of laplace-torch's classes have."""
+    if la.likelihood == Likelihood.CLASSIFICATION:
+        logits = la.functional_samples(
+            x, pred_type=_pred_type(la), n_samples=n_samples, generator=generator
+        )
+        p = logits.detach().double().softmax(-1)
+        mean, conditional = p.mean(0), metrics.entropy(p).mean(0)
+        return _entropies(mean, conditional, metrics.entropy, logits.dtype)
+    mean, covariance = la(x, pred_type=_pred_type(la))
+    mean, covariance = mean.detach(), covariance.detach()
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return _decompose_variance(mean, variance, _noise_variance(la, mean))
+
+
+def _pred_type(la: BaseLaplace) -> str:
+    """Weight-space members predict by "glm", function-space members by "gp"."""
+    return "glm" if isinstance(la, ParametricLaplace) else "gp"
+
+
+def _concatenate(parts: list[Uncertainty]) -> Uncertainty:
+    def together(name: str) -> torch.Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    return Uncertainty(
+        together("mean"),
+        together("total"),
+        together("aleatoric"),
+        together("epistemic"),
+        parts[0].measure,
+    )
 
 
 def _restore(parts: Uncertainty, positions: Positions) -> Uncertainty:
@@ -161,19 +205,19 @@ def _restore(parts: Uncertainty, positions: Positions) -> Uncertainty:
     )
 
 
-def _noise_variance(la: ELLALaplace, mean: torch.Tensor) -> torch.Tensor:
+def _noise_variance(la: BaseLaplace, mean: torch.Tensor) -> torch.Tensor:
     """σ² of the observations `(B, C)`."""
-    if not la._family.is_regression:
+    if la.likelihood != Likelihood.REGRESSION:
         return torch.zeros_like(mean)
-    return la.sigma_noise.square().to(mean).expand_as(mean)
+    return torch.as_tensor(la.sigma_noise).square().to(mean).expand_as(mean)
 
 
 def _decompose_variance(
-    values: predictive.FunctionValues, noise: torch.Tensor
+    mean: torch.Tensor, variance: torch.Tensor, noise: torch.Tensor
 ) -> Uncertainty:
-    epistemic = values.variance().clamp_min(0)
+    epistemic = variance.clamp_min(0)
     return Uncertainty(
-        mean=values.mean,
+        mean=mean,
         total=epistemic + noise,
         aleatoric=noise.clone(),
         epistemic=epistemic,
@@ -187,7 +231,8 @@ def _decompose_classes(
     generator: torch.Generator | None,
     family: Family,
 ) -> Uncertainty:
-    entropies = binary_entropy if family is Family.BERNOULLI else entropy
+    bernoulli = family is Family.BERNOULLI
+    entropies = metrics.binary_entropy if bernoulli else metrics.entropy
     f = predictive.FunctionValues(values.mean, values.root())  # one root for all chunks
     dtype = f.mean.dtype
     B, C = f.mean.shape
@@ -199,10 +244,21 @@ def _decompose_classes(
         p = family.probabilities(logits)
         probabilities = probabilities + p.double().sum(0)
         conditional = conditional + entropies(p).double().sum(0)
-    mean = probabilities / n_samples
+    return _entropies(
+        probabilities / n_samples, conditional / n_samples, entropies, dtype
+    )
+
+
+def _entropies(
+    mean: torch.Tensor,
+    conditional: torch.Tensor,
+    entropies: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+) -> Uncertainty:
+    """Parts from the mean prediction and the mean entropy of the samples."""
     total = entropies(mean)
     # Jensen: the mean entropy is not larger, up to rounding
-    aleatoric = torch.minimum(conditional / n_samples, total)
+    aleatoric = torch.minimum(conditional, total)
     return Uncertainty(
         mean=mean.to(dtype),
         total=total.to(dtype),

@@ -28,7 +28,10 @@ class WeightSide(exact.ExactLaplace):
     def __init__(self, la: ELLALaplace, loader: DataLoader, n_data: int) -> None:
         self._start(la, n_data)
         zeros = torch.zeros(
-            self.n_params, self.n_params, dtype=torch.float64, device=la._device
+            self.n_params,
+            self.n_params,
+            dtype=torch.float64,
+            device=la.fitter.linearizer.device,
         )
         self.JJ, self.JLJ = zeros, zeros.clone()
         seen = 0

@@ -1,122 +1,101 @@
-"""How `ELLALaplace` is saved and loaded."""
+"""A fit and its hyperparameters as tensors and plain types, and back.
+
+The model itself is not in a checkpoint: it is recognised by a fingerprint.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from laplace.utils.enums import (
-    Likelihood,
-)
-from torch.nn.utils import parameters_to_vector
 
-from laplace_ella.derivatives.model_function import unwrap
+from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.posterior.basis import NystromBasis
+from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.support.fingerprint import differences, fingerprint
 
-__all__ = ["Checkpointing"]
+__all__ = ["check_identity", "fit_from_state", "identity", "state_of_fit"]
 
 
-class Checkpointing:
-    """The part of `ELLALaplace` that becomes a file, and comes back."""
+def identity(linearizer: Linearizer, **described: Any) -> dict[str, Any]:
+    """What must be the same where a checkpoint is loaded: the model, and whatever
+    else is `described` in plain types."""
+    return {
+        **described,
+        "fingerprint": fingerprint(linearizer.fn.model),
+        "parameter_names": list(linearizer.fn.names),
+    }
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain types: everything but the model, which is fingerprinted."""
-        self._check_fitted()
-        linearizer = self._linearizer
-        return {
-            "cls_name": type(self).__name__,
-            "likelihood": Likelihood(self.likelihood).value,
-            "fingerprint": fingerprint(unwrap(self.model)),
-            "parameter_names": list(linearizer.fn.names),
-            "H": self.H,
-            "loss": torch.as_tensor(self.loss).detach(),
-            "n_data": self.n_data,
-            "n_outputs": self.n_outputs,
-            "prior_mean": self.prior_mean,
-            "prior_precision": self.prior_precision.detach(),
-            "sigma_noise": self.sigma_noise.detach(),
-            "temperature": float(self.temperature),
-            "complement": self.complement.value,
-            "output_layout": self.output_layout.value,
-            "output_shape": linearizer.fn.output_shape,
-            "multi_label": self.multi_label,
-            "enable_backprop": self.enable_backprop,
-            "directions": self.basis.directions,
-            "eigenvalues": self.basis.eigenvalues,
-            "basis_n_samples": self.basis.n_samples,
-            "basis_trace": self.basis.trace,
-            "basis_method": self.basis.method,
-            **linearizer.state(),
-            "seed": self.seed,
-        }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a fitted posterior of the same model, likelihood and class."""
-        self._check_state(state_dict)
-        to_here = {"device": self._device}
-        self._set_basis(
-            NystromBasis(
-                state_dict["directions"].to(self._home),
-                state_dict["eigenvalues"].to(**to_here),
-                state_dict["basis_n_samples"],
-                state_dict["basis_trace"],
-                state_dict["basis_method"],
-            )
+def check_identity(
+    state: Mapping[str, Any], linearizer: Linearizer, **described: Any
+) -> None:
+    """Refuse the checkpoint of another class, likelihood or model."""
+    if not isinstance(state, Mapping) or "cls_name" not in state:
+        got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(
+            f"Expected the state_dict() of a fitted posterior, got {got}. Save "
+            "la.state_dict() and load that."
         )
-        self.H = state_dict["H"].to(**to_here)
-        self.loss = state_dict["loss"].to(**to_here)
-        self.n_data = state_dict["n_data"]
-        self.n_outputs = state_dict["n_outputs"]
-        self.mean = parameters_to_vector(self._linearizer.fn.parameters())
-        self.prior_mean = state_dict["prior_mean"]
-        self.prior_precision = state_dict["prior_precision"]
-        self.sigma_noise = state_dict["sigma_noise"]
-        self._linearizer.fn.output_shape = tuple(state_dict["output_shape"])
-        self.temperature = state_dict["temperature"]
-        self.complement = state_dict["complement"]
-        self.enable_backprop = state_dict["enable_backprop"]
-        self.seed = state_dict["seed"]
-        self._linearizer.n_outputs = self.n_outputs
-        self._linearizer.load_state(state_dict)
+    for name, ours in described.items():
+        saved = state.get(name)
+        if saved != ours:
+            what = "is of class" if name == "cls_name" else f"has {name}"
+            remedy = (
+                "subset_of_weights and hessian_structure"
+                if name == "cls_name"
+                else f"{name}={saved!r}"
+            )
+            raise ValueError(
+                f"The checkpoint {what} {saved!r}, this object {ours!r}. Build it with "
+                f"the same {remedy}."
+            )
+    different = differences(state["fingerprint"], linearizer.fn.model)
+    if different is not None:
+        raise ValueError(
+            f"The checkpoint belongs to another model: {different}. Load the "
+            "model's own weights before the posterior's."
+        )
+    if state["parameter_names"] != list(linearizer.fn.names):
+        raise ValueError(
+            f"The checkpoint has {len(state['parameter_names'])} uncertain "
+            f"parameters, this object {len(linearizer.fn.names)}. Set requires_grad "
+            "and parameter_names= as they were when the posterior was fitted."
+        )
 
-    def _check_state(self, state_dict: dict[str, Any]) -> None:
-        name = type(self).__name__
-        if state_dict.get("cls_name") != name:
-            raise ValueError(
-                f"The checkpoint is of class {state_dict.get('cls_name')}, this is "
-                f"{name}. Build it with the same subset_of_weights and "
-                "hessian_structure."
-            )
-        ours = Likelihood(self.likelihood).value
-        if state_dict["likelihood"] != ours:
-            raise ValueError(
-                f"The checkpoint has likelihood {state_dict['likelihood']!r}, this "
-                f"object {ours!r}. Build it with the same likelihood."
-            )
-        for name in ("output_layout", "multi_label"):
-            ours, saved = getattr(self, name), state_dict[name]
-            if saved != ours:
-                raise ValueError(
-                    f"The checkpoint has {name}={saved!r}, this object "
-                    f"{getattr(ours, 'value', ours)!r}. Build it with the same."
-                )
-        noises = state_dict["sigma_noise"].numel()
-        if self.stochastic and noises > 1:
-            raise ValueError(
-                f"The checkpoint has {noises} values of sigma_noise, this object "
-                f"stochastic={self.stochastic}, which needs one. Build it with "
-                "stochastic=False."
-            )
-        different = differences(state_dict["fingerprint"], unwrap(self.model))
-        if different is not None:
-            raise ValueError(
-                f"The checkpoint belongs to another model: {different}. Load the "
-                "model's own weights before the posterior's."
-            )
-        if state_dict["parameter_names"] != list(self._linearizer.fn.names):
-            raise ValueError(
-                f"The checkpoint has {len(state_dict['parameter_names'])} uncertain "
-                f"parameters, this object {len(self._linearizer.fn.names)}. Set "
-                "requires_grad and params= as they were when the posterior was fitted."
-            )
+
+def state_of_fit(fit: Fit) -> dict[str, Any]:
+    """A fit in tensors and plain types; θ̂ is the model's."""
+    return {
+        "H": fit.sums.H,
+        "loss": fit.sums.loss.detach(),
+        "n_data": fit.sums.n_data,
+        "output_shape": tuple(fit.output_shape),
+        "directions": fit.basis.directions,
+        "eigenvalues": fit.basis.eigenvalues,
+        "basis_tail": fit.basis.tail,
+        "basis_n_samples": fit.basis.n_samples,
+        "basis_trace": fit.basis.trace,
+        "basis_method": fit.basis.method,
+        "basis_numels": tuple(fit.basis.numels),
+    }
+
+
+def fit_from_state(
+    state: Mapping[str, Any], mean: torch.Tensor, home: torch.device
+) -> Fit:
+    """The inverse, with θ̂ `(P,)` and the directions kept on `home`."""
+    here = mean.device
+    tail = state["basis_tail"]
+    basis = NystromBasis(
+        state["directions"].to(home),
+        state["eigenvalues"].to(here),
+        state["basis_n_samples"],
+        state["basis_trace"],
+        state["basis_method"],
+        tuple(state["basis_numels"]),
+        None if tail is None else tail.to(here),
+    )
+    sums = Sums(state["H"].to(here), state["loss"].to(here), state["n_data"])
+    return Fit(basis, sums, tuple(state["output_shape"]), mean)

@@ -1,4 +1,4 @@
-"""How `ELLALaplace` is fitted: sample the basis, then add up the curvature."""
+"""From a loader to one frozen fit: sample the basis, then add up the curvature."""
 
 from __future__ import annotations
 
@@ -6,37 +6,39 @@ import dataclasses
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import one_hot
-from torch.nn.utils import parameters_to_vector
-from torch.utils.data import DataLoader
 
-from laplace_ella.derivatives.rows import row_dtype
-from laplace_ella.errors import RankWarning
+from laplace_ella.derivatives.linearizer import Linearizer, Probe
+from laplace_ella.errors import RankWarning, SoftmaxWarning
 from laplace_ella.fitting import sampling
 from laplace_ella.fitting.memory import (
     MemoryEstimate,
-    activation_bytes,
-    budget_of,
+    check_memory,
+    estimate_memory,
     sketch_sizes,
 )
-from laplace_ella.fitting.memory import check as check_memory
-from laplace_ella.fitting.memory import estimate as estimate_memory
 from laplace_ella.fitting.stopping import EarlyStopping
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.basis import NystromBasis, RowSketch
+from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.posterior.likelihood import Family
-from laplace_ella.support.batches import batch_size, take
-from laplace_ella.support.checks import check_finite
-from laplace_ella.support.layout import OutputLayout
-from laplace_ella.tuning import search as tuning
+from laplace_ella.posterior.observation import ObservationModel
+from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.support.batches import batch_size, has_values, take
+from laplace_ella.support.checks import check_finite, positive_int
+from laplace_ella.support.layout import Positions
+from laplace_ella.support.loaders import loader_batches
+from laplace_ella.support.resources import budget_of
+from laplace_ella.tuning.cache import FeatureCache
+from laplace_ella.tuning.validation import Validator
 
-__all__ = ["Fitting"]
+__all__ = ["BasisPlan", "Fitter"]
 
 logger = logging.getLogger("laplace_ella")
 
@@ -44,304 +46,243 @@ logger = logging.getLogger("laplace_ella")
 AUTO_ENERGY = 0.9
 AUTO_MAX_RANK = 128
 
+#: Examples whose targets, and whose outputs, are looked at before anything expensive.
+FIRST_LOOK, FEW_OUTPUTS = 32, 8
+
+NO_BATCH = "The loader yielded no batch; ELLA needs at least one example."
+
 
 @dataclass(frozen=True)
-class _Sums:
-    """What a pass over the data adds up."""
+class BasisPlan:
+    """How many gradients make how many directions.
 
-    H: torch.Tensor
-    loss: torch.Tensor
-    n_data: int
-    n_outputs: int
+    Attributes
+    ----------
+    subsample_size : int
+        M
+    n_eigenvalues : int or "auto"
+        K
+    seed : int
+        of the sampled pairs
+    """
 
-    @classmethod
-    def zero(cls, rank: int, n_noises: int, device: torch.device) -> _Sums:
-        """Nothing added up yet; output by output if there are several noises."""
-        each = (n_noises,) if n_noises > 1 else ()
-        H = torch.zeros(*each, rank, rank, dtype=torch.float64, device=device)
-        return cls(H, H.new_zeros(each), 0, 0)
+    subsample_size: int
+    n_eigenvalues: int | str
+    seed: int
 
-    def add(
-        self, f: torch.Tensor, psi: torch.Tensor, y: torch.Tensor, family: Family
-    ) -> _Sums:
-        """The sums with further examples: outputs (b, S, C), targets (b, S, ...) and
-        curvature roots (b, ..., K), or (b, S, C, K) where outputs are kept apart."""
-        loss = likelihood.losses(f.flatten(0, 1), y.flatten(0, 1), family)
-        if self.H.ndim == 3:
-            H = torch.einsum("bsck,bscl->ckl", psi, psi)
-        else:
-            flat = psi.flatten(0, -2)
-            H, loss = flat.mT @ flat, loss.sum()
-        return _Sums(self.H + H, self.loss + loss, self.n_data + len(f), f[0].numel())
+    def __post_init__(self) -> None:
+        positive_int("subsample_size", self.subsample_size)
+        if self.n_eigenvalues != "auto":
+            positive_int("n_eigenvalues", self.n_eigenvalues, or_="'auto'")
+        natural = isinstance(self.seed, (int, np.integer)) and self.seed >= 0
+        if isinstance(self.seed, bool) or not natural:
+            raise ValueError(
+                f"seed must be an integer of at least 0, got {self.seed!r}."
+            )
+
+    @property
+    def rank_limit(self) -> int:
+        """K, or as many directions as are looked at to choose it."""
+        if isinstance(self.n_eigenvalues, str):
+            return AUTO_MAX_RANK
+        return self.n_eigenvalues
 
 
-class Fitting:
-    """The part of `ELLALaplace` that looks at training data."""
+@dataclass(frozen=True)
+class Fitter:
+    """What fits have in common: the model and its derivatives, targets and plan.
 
-    def fit(
-        self,
-        train_loader: DataLoader,
-        override: bool = True,
-        progress_bar: bool = False,
-        *,
-        val_loader: DataLoader | None = None,
-        early_stopping: EarlyStopping | bool | None = None,
-        balanced: bool | None = None,
-    ) -> None:
-        """Fit the posterior: sample the basis, then add up the curvature.
+    Its methods take loaders and values and return values; nothing is remembered. They
+    are to be called with the user's state preserved, see `support.preserve`.
 
-        Parameters
-        ----------
-        train_loader : torch.utils.data.DataLoader
-            batches `(X, y)` or mappings, over a data set with indices; shuffled, if
-            the fit may stop early
-        override : bool, default=True
-            False keeps the basis and what was added up so far, and adds this data
-        progress_bar : bool, default=False
-        val_loader : torch.utils.data.DataLoader, optional
-            validation data; `history` records the loss on it as data are added
-        early_stopping : EarlyStopping or bool, optional
-            keep the posterior with the best validation loss, and end the pass when
-            there has been no better one for long; True for the default settings
-        balanced : bool, optional
-            whether to draw the classes evenly; default as given to the constructor
-        """
-        balanced = self.balanced if balanced is None else balanced
-        stopping = self._check_fit_arguments(
-            train_loader, val_loader, early_stopping, balanced
+    Attributes
+    ----------
+    linearizer : Linearizer
+    observation : ObservationModel
+    plan : BasisPlan
+    stochastic : bool or int
+        sampled cotangents per example, instead of the exact curvature
+    dict_key_y : str
+        where a mapping holds its targets
+    fresh_generator : callable
+        a generator on the model's device, always in the same state
+    """
+
+    linearizer: Linearizer
+    observation: ObservationModel
+    plan: BasisPlan
+    stochastic: bool | int
+    dict_key_y: str
+    fresh_generator: Callable[[], torch.Generator | None]
+
+    @property
+    def home(self) -> torch.device:
+        """Where gradients are gathered and directions stay."""
+        return self.linearizer.options.basis_device or self.linearizer.device
+
+    def batches(
+        self, loader: Any, description: str = "", progress_bar: bool = False
+    ) -> Iterator[tuple[Any, torch.Tensor]]:
+        return loader_batches(
+            loader, self.linearizer.device, self.dict_key_y, description, progress_bar
         )
-        keep = not override and self.basis is not None
-        with self._undisturbed(train_loader, *([val_loader] if val_loader else [])):
-            # Nothing is assigned before the end: a failed fit loses nothing.
-            basis = self.basis
-            if not keep:
-                basis = self._sample_basis(train_loader, balanced, progress_bar)
-            start = _Sums.zero(basis.rank, self.sigma_noise.numel(), self._device)
-            if keep:
-                loss = torch.as_tensor(self.loss).double().to(self._device)
-                start = _Sums(self.H, loss, self.n_data, self.n_outputs)
-                self._linearizer.n_outputs = self.n_outputs
-            sums, history = self._add_up(
-                train_loader, basis, start, progress_bar, val_loader, stopping
-            )
-        if not keep:
-            self._set_basis(basis)
-        self.H, self.n_data, self.n_outputs = sums.H, sums.n_data, sums.n_outputs
-        self.loss = sums.loss.to(self._dtype)
-        self.history = history
-        self.mean = parameters_to_vector(self._linearizer.fn.parameters())
-        self._posterior_scale = None
 
-    def _check_fit_arguments(
-        self,
-        train_loader: Any,
-        val_loader: Any,
-        early_stopping: EarlyStopping | bool | None,
-        balanced: bool,
-    ) -> EarlyStopping | None:
-        """Refuse what cannot work, before anything is computed."""
-        sampling.check_loader(train_loader)
-        if balanced and self._family.is_regression:
-            raise ValueError(
-                "balanced=True draws classes evenly and is for classification; this "
-                "likelihood is regression. Use balanced=False."
-            )
-        if balanced and self.multi_label:
-            raise ValueError(
-                "balanced=True draws classes evenly; with multi_label=True an example "
-                "has no single class. Use balanced=False."
-            )
-        if early_stopping and val_loader is None:
-            raise ValueError(
-                "early_stopping needs val_loader=. Where there is no validation data, "
-                "laplace_ella.augmented_validation(train_loader) makes some."
-            )
-        if early_stopping is None or early_stopping is False:
-            return None
-        if early_stopping is True:
-            return EarlyStopping()
-        if not isinstance(early_stopping, EarlyStopping):
-            raise TypeError(
-                "early_stopping must be True, False or an EarlyStopping(...), got "
-                f"{early_stopping!r}."
-            )
-        return early_stopping
+    # A first look
 
-    def _sample_basis(
-        self, loader: Any, balanced: bool, progress_bar: bool
-    ) -> NystromBasis:
-        """Draw M pairs (x, i), take their gradients and compute the directions."""
+    def probe(self, loader: Any, indices: np.ndarray) -> Probe:
+        """Shape and memory of the outputs, from one forward pass of one example."""
+        one = sampling.subset(loader, indices[:1], 1)
+        for x, _ in self.batches(one):
+            return self.linearizer.probe(x)
+        raise ValueError(NO_BATCH)
+
+    def first_look(self, loader: Any, indices: np.ndarray) -> Probe:
+        """The same, with model and targets checked on the first few examples: what is
+        wrong is told before anything expensive."""
+        size = min(getattr(loader, "batch_size", None) or FIRST_LOOK, FIRST_LOOK)
+        few = sampling.subset(loader, indices[:size], size)
+        for x, y in self.batches(few):
+            probe = self.linearizer.probe(x)
+            positions = self.linearizer.layout.of(probe.output_shape)
+            self.observation.check_noise(positions)
+            n = batch_size(x, self.linearizer.dict_key_x)
+            self.observation.rows(y, n * positions.n_positions, positions)
+            f, _ = self.linearizer.outputs(take(x, slice(0, FEW_OUTPUTS), n))
+            warn_about_probabilities(f, self.observation.family)
+            return probe
+        raise ValueError(NO_BATCH)
+
+    # The basis
+
+    def sample_basis(
+        self, loader: Any, balanced: bool = False, progress_bar: bool = False
+    ) -> tuple[NystromBasis, tuple[int, ...]]:
+        """Draw M pairs (x, i), take their gradients and compute the directions.
+
+        Returns them and the shape of one example's outputs.
+        """
         indices = sampling.eligible_indices(loader)
-        n_outputs = self._count_outputs(loader, indices)
+        probe = self.first_look(loader, indices)
+        n_outputs = math.prod(probe.output_shape)
         labels = None
         if balanced:
             labels = sampling.read_labels(loader.dataset, indices, self.dict_key_y)
         examples, outputs = sampling.draw_pairs(
             len(indices),
             n_outputs,
-            self.subsample_size,
-            np.random.default_rng(self.seed),
+            self.plan.subsample_size,
+            np.random.default_rng(self.plan.seed),
             labels,
         )
-        memory = self._estimate(len(examples))
-        check_memory(memory, self._home)
+        memory = self.estimate(probe, len(examples))
+        check_memory(memory, self.home)
         logger.info("basis: %s\n%s", memory.method, memory)
-        capacity, keep = sketch_sizes(memory, self._rank_limit)
-        sketch = RowSketch(
-            self.n_params,
-            capacity,
-            keep,
-            row_dtype(self._linearizer.fn),
-            self._home,
-        )
-        self._sketch_rows(loader, sketch, indices, examples, outputs, progress_bar)
-        return self._finish_basis(sketch)
+        capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
+        fn = self.linearizer.fn
+        sketch = RowSketch(fn.numels(), capacity, keep, fn.dtype, self.home)
+        used, where = np.unique(examples, return_inverse=True)
+        sampled = sampling.subset(loader, indices[used])
+        batches = self.batches(sampled, "[Sampling gradients]", progress_bar)
+        positions = self.linearizer.layout.of(probe.output_shape)
+        self._sketch_rows(batches, sketch, where, outputs, positions)
+        if sketch.n_samples != len(examples):
+            raise ValueError(
+                f"The collate function did not return one example for each of "
+                f"{len(used)} indices, which ELLA needs."
+            )
+        return self._finish_basis(sketch), probe.output_shape
 
     def _sketch_rows(
         self,
-        loader: Any,
+        batches: Iterator[tuple[Any, torch.Tensor]],
         sketch: RowSketch,
-        indices: np.ndarray,
-        examples: np.ndarray,
+        where: np.ndarray,
         outputs: np.ndarray,
-        progress_bar: bool,
+        positions: Positions,
     ) -> None:
-        """Take the gradients of the pairs, each example loaded once."""
-        used, where = np.unique(examples, return_inverse=True)
+        """Take the gradients of output `outputs[m]` of example `where[m]`."""
+        linearizer, device = self.linearizer, self.linearizer.device
+        n_outputs = math.prod(positions.output_shape)
         seen, finite = 0, []
-        sampled = sampling.subset(loader, indices[used])
-        for x, _ in self._batches(sampled, "[Sampling gradients]", progress_bar):
-            size = batch_size(x, self.dict_key_x)
-            if self.output_layout is not OutputLayout.FLAT:
-                self._outputs(take(x, slice(0, 1), size))
-                self._check_positions()
+        for x, _ in batches:
+            size = batch_size(x, linearizer.dict_key_x)
+            if positions.shape:
+                shape = linearizer.probe(x).output_shape
+                check_positions(linearizer.layout.of(shape), positions)
             pairs = np.flatnonzero((where >= seen) & (where < seen + size))
             finite_rows = []
-            for rows in self._linearizer.row_chunks(
+            for rows in linearizer.row_chunks(
                 x,
-                torch.as_tensor(where[pairs] - seen, device=self._device),
+                torch.as_tensor(where[pairs] - seen, device=device),
                 # Of these pairs alone: all outputs by all outputs may be huge.
                 one_hot(
-                    torch.as_tensor(outputs[pairs], device=self._device),
-                    self._linearizer.n_outputs,
+                    torch.as_tensor(outputs[pairs], device=device), n_outputs
                 ).float(),
             ):
                 sketch.add(rows.to(sketch.buffer.device))
                 finite_rows.append(torch.isfinite(rows).all())
-            finite.append(torch.stack(finite_rows).all())
+            if finite_rows:
+                finite.append(torch.stack(finite_rows).all())
             seen += size
-        if sketch.n_samples != len(examples):
-            raise ValueError(
-                f"The collate function returned {seen} examples for {len(used)} "
-                "indices; ELLA needs one example an index."
-            )
         check_finite(finite, "gradients", "while sampling the basis")
 
     def _finish_basis(self, sketch: RowSketch) -> NystromBasis:
         """The directions, in the dtype that was asked for."""
-        if self.n_eigenvalues != "auto":
-            basis = sketch.basis(self.n_eigenvalues)
+        if self.plan.n_eigenvalues != "auto":
+            basis = sketch.basis(self.plan.rank_limit)
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RankWarning)
-                basis = sketch.basis(self._rank_limit)
+                basis = sketch.basis(self.plan.rank_limit)
             basis = basis.truncate(int((basis.explained < AUTO_ENERGY).sum()) + 1)
-        if self.basis_dtype is not None:
-            directions = basis.directions.to(self.basis_dtype)
-            basis = dataclasses.replace(basis, directions=directions)
+        dtype = self.linearizer.options.basis_dtype
+        if dtype is not None:
+            basis = dataclasses.replace(basis, directions=basis.directions.to(dtype))
         return basis
 
-    @property
-    def _home(self) -> torch.device:
-        """Where gradients are gathered and directions stay."""
-        return self.basis_device or self._device
-
-    @property
-    def _rank_limit(self) -> int:
-        """K, or as many directions as are looked at to choose it."""
-        return AUTO_MAX_RANK if self.n_eigenvalues == "auto" else self.n_eigenvalues
-
-    def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
-        """What `fit(train_loader)` would need, from one forward pass of one example."""
-        sampling.check_loader(train_loader)
-        with self._undisturbed(train_loader):
-            indices = sampling.eligible_indices(train_loader)
-            n_outputs = self._count_outputs(train_loader, indices)
-        return self._estimate(min(self.subsample_size, len(indices) * n_outputs))
-
-    def _estimate(self, n_samples: int) -> MemoryEstimate:
-        linearizer = self._linearizer
-        rank = min(self._rank_limit, n_samples)
+    def estimate(self, probe: Probe, n_pairs: int) -> MemoryEstimate:
+        """What a fit with gradients of at most `n_pairs` pairs would need."""
+        linearizer, options = self.linearizer, self.linearizer.options
+        n_samples = min(self.plan.subsample_size, n_pairs)
+        rank = min(self.plan.rank_limit, n_samples)
         # Passes are made where the model is; "cuda" without a number is the same.
-        beside = self._home.type == self._device.type
+        beside = self.home.type == linearizer.device.type
         return estimate_memory(
-            self.n_params,
+            linearizer.n_params,
             n_samples,
             rank,
-            row_dtype(linearizer.fn).itemsize,
-            linearizer.sizes.pass_bytes(rank) if beside else 0,
-            budget_of(self._home, self.memory_budget),
-            self.basis_dtype.itemsize if self.basis_dtype is not None else None,
+            linearizer.fn.dtype.itemsize,
+            linearizer.sizes(probe).pass_bytes(rank, n_samples) if beside else 0,
+            budget_of(self.home, options.memory_budget),
+            None if options.basis_dtype is None else options.basis_dtype.itemsize,
         )
 
-    def _count_outputs(self, loader: Any, indices: np.ndarray) -> int:
-        """C, from the output for one example, which also surfaces model errors."""
-        for x, _ in self._batches(sampling.subset(loader, indices[:1]), "", False):
-            f, self._linearizer.activations = activation_bytes(self._outputs, x)
-        self._linearizer.n_outputs = f.shape[-1]
-        self._check_noise()
-        return f.shape[-1]
+    # The curvature
 
-    def _check_positions(self) -> None:
-        """The last outputs have as many positions as those the fit began with."""
-        positions, expected = self._positions, self._linearizer.n_outputs
-        if positions.n_positions * positions.n_channels != expected:
-            raise ValueError(
-                "All batches of the training data must have the same number of "
-                f"positions, got {expected // positions.n_channels} and "
-                f"{positions.n_positions}. Pad all examples to one size, not each "
-                "batch to its own; classification marks the padding with class "
-                f"{likelihood.IGNORED}."
-            )
-
-    def _check_noise(self) -> None:
-        """As many noises as there are outputs at a position, if not one for all."""
-        n, C = self.sigma_noise.numel(), self._positions.n_channels
-        if n not in (1, C):
-            raise ValueError(
-                f"sigma_noise has {n} values, the model {C} outputs"
-                f"{' at each position' if self._positions.shape else ''}: pass one "
-                "number, or one for each output."
-            )
-
-    def _add_up(
+    def add_up(
         self,
         loader: Any,
-        basis: NystromBasis,
-        start: _Sums,
-        progress_bar: bool,
-        val_loader: Any,
-        stopping: EarlyStopping | None,
-    ) -> tuple[_Sums, list[dict[str, float]]]:
-        """Sums over the data, all of it or up to the best validation loss."""
-        if val_loader is None:
-            (sums,) = self._running_sums(loader, basis, start, progress_bar)
-            return sums, []
+        start: Fit,
+        progress_bar: bool = False,
+        validator: Validator | None = None,
+        posterior: SubspacePosterior | None = None,
+        stopping: EarlyStopping | None = None,
+    ) -> Fit:
+        """The fit with the data of the loader added to its sums.
+
+        With a `validator` the loss of `posterior`, with the sums so far as its
+        curvature, is recorded as data are added; with `stopping` the sums are those of
+        the best value.
+        """
         plan = stopping or EarlyStopping()
-        posterior = self._posterior_of(basis, start.H)
-        validator = tuning.Validator.for_laplace(
-            self,
-            val_loader,
-            plan.loss,
-            plan.link_approx,
-            plan.n_samples,
-            progress_bar,
-            posterior,
-        )
-        history, best, waited = [], None, 0
-        checkpoints = plan.checkpoints()
-        for sums in self._running_sums(loader, basis, start, progress_bar, checkpoints):
-            H, _ = self._weighted(sums.H)
+        if validator is None or posterior is None:
+            (sums,) = self._running_sums(loader, start, progress_bar)
+            return dataclasses.replace(start, sums=sums, history=())
+        history: list[dict[str, float]] = []
+        best: tuple[float, Sums] | None = None
+        sums, waited = start.sums, 0
+        for sums in self._running_sums(loader, start, progress_bar, plan.checkpoints()):
+            H, _ = self.observation.weigh(sums.H)
             value = validator.score(posterior.with_(H=H))
             history.append({"n_data": sums.n_data, "loss": value})
             signed = -value if plan.maximize else value
@@ -352,40 +293,44 @@ class Fitting:
                 waited += 1
             if stopping is not None and waited >= plan.patience:
                 break
-        return (sums if stopping is None else best[1]), history
+        if stopping is not None and best is not None:
+            if not math.isfinite(best[0]):
+                raise ValueError(
+                    f"The validation loss was NaN or infinite at all {len(history)} "
+                    "evaluations, so there is no best one to stop at. Check the loss "
+                    "and the validation data."
+                )
+            sums = best[1]
+        return dataclasses.replace(start, sums=sums, history=tuple(history))
 
     def _running_sums(
         self,
         loader: Any,
-        basis: NystromBasis,
-        sums: _Sums,
+        start: Fit,
         progress_bar: bool,
         checkpoints: Iterator[int] | None = None,
-    ) -> Iterator[_Sums]:
+    ) -> Iterator[Sums]:
         """The sums after as many new examples as each checkpoint says, and at the end.
 
         A batch that a checkpoint divides is linearised once and added in parts.
         """
-        seen, finite, current = 0, [], True
-        generator = self._fresh_generator()
-        due = next(checkpoints) if checkpoints is not None else math.inf
-        for x, y in self._batches(loader, "[Computing Hessian]", progress_bar):
-            f, psi, y = self._curvature_root(x, y, basis, generator)
-            self._check_positions()
+        sums, seen, finite, current = start.sums, 0, [], True
+        generator = self.fresh_generator()
+        due: float = math.inf if checkpoints is None else next(checkpoints)
+        for x, y in self.batches(loader, "[Computing Hessian]", progress_bar):
+            f, psi, y = self._curvature_root(x, y, start, generator)
             finite.append(torch.isfinite(f).all() & torch.isfinite(psi).all())
             first = 0
             while first < len(f):
                 part = slice(first, int(min(len(f), first + due - seen)))
-                sums = sums.add(f[part], psi[part], y[part], self._family)
+                sums = sums.add(f[part], psi[part], y[part], self.observation.family)
                 seen, first, current = seen + part.stop - first, part.stop, False
-                if seen == due:
+                if checkpoints is not None and seen == due:
                     check_finite(finite, "outputs or derivatives", "of the data")
                     yield sums
                     due, current = next(checkpoints), True
         if seen == 0:
-            raise ValueError(
-                "The loader yielded no batch; ELLA needs at least one example."
-            )
+            raise ValueError(NO_BATCH)
         if not current:
             check_finite(finite, "outputs or derivatives", "of the data")
             yield sums
@@ -394,31 +339,81 @@ class Fitting:
         self,
         x: Any,
         y: torch.Tensor,
-        basis: NystromBasis,
+        start: Fit,
         generator: torch.Generator | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Outputs (B, S, C), ψ (B, ..., K) whose squares add up to the curvature, and
         targets (B, S, ...)."""
-        family = self._family
+        linearizer, family = self.linearizer, self.observation.family
+        directions = start.basis.directions
+        expected = linearizer.layout.of(start.output_shape)
         if self.stochastic:
-            f = self._rows_of(self._outputs(x))
-        else:
-            f, phi = self._linearize(x, basis)
-        positions, y = self._positions, self._target_rows(f, y)
-        known = likelihood.observed(y, family)
-        if self.stochastic:
+            f, positions = linearizer.outputs(x)
+            y, known = self._targets(y, f, positions, expected)
             cotangents = likelihood.sample_cotangents(
                 f, family, int(self.stochastic), generator
             )
             if known is not None:
                 cotangents = cotangents * known[:, None, None]
-            psi = self._linearizer.project(
-                x, positions.outputs(cotangents).mT, basis.directions
-            ).double()
+            psi = linearizer.project(x, positions.outputs(cotangents).mT, directions)
+            psi = psi.double()
         else:
-            psi = likelihood.curvature_root(f, phi, family)
+            features = linearizer.features(x, directions)
+            f, positions = features.f, features.positions
+            y, known = self._targets(y, f, positions, expected)
+            psi = likelihood.curvature_root(f, features.phi, family)
             if known is not None:
                 psi = psi * known[:, None, None]
             psi = psi.unflatten(0, (-1, positions.n_positions))
         f, y = (t.unflatten(0, (-1, positions.n_positions)) for t in (f, y))
         return f, psi, y
+
+    def _targets(
+        self,
+        y: torch.Tensor,
+        f: torch.Tensor,
+        positions: Positions,
+        expected: Positions,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Targets as rows on the device, and which of them are observed."""
+        check_positions(positions, expected)
+        y, known = self.observation.rows(y, len(f), positions)
+        return y.to(f.device), None if known is None else known.to(f.device)
+
+    def add_cache(self, cache: FeatureCache, start: Fit) -> Fit:
+        """The fit with cached features and their targets added to its sums."""
+        family = self.observation.family
+        sums = start.sums
+        for part in cache.batches(512):
+            psi = likelihood.curvature_root(part.f_mu, part.phi, family).unsqueeze(1)
+            f, y = part.f_mu.unsqueeze(1), part.targets.unsqueeze(1)
+            sums = sums.add(f, psi, y, family)
+        return dataclasses.replace(start, sums=sums, history=())
+
+
+def check_positions(positions: Positions, expected: Positions) -> None:
+    """All training examples must have as many positions as the first."""
+    if positions.output_shape != expected.output_shape:
+        raise ValueError(
+            "All batches of the training data must have the same number of "
+            f"positions, got {expected.n_positions} and {positions.n_positions}. Pad "
+            "all examples to one size, not each batch to its own; classification marks "
+            f"the padding with class {likelihood.IGNORED}."
+        )
+
+
+def warn_about_probabilities(f: torch.Tensor, family: Family) -> None:
+    """Warn where a classifier seems to return probabilities instead of logits."""
+    if family is not Family.CATEGORICAL or f.shape[-1] < 2 or len(f) < 2:
+        return
+    if not has_values(f):
+        return
+    normalized = (f.double().sum(-1) - 1).abs().amax() < 1e-4
+    if bool((f >= 0).all() & normalized):
+        warnings.warn(
+            "The outputs of the first batch are non-negative and sum to one, like "
+            "probabilities. Laplace expects logits: remove the softmax at the end of "
+            "the model.",
+            SoftmaxWarning,
+            stacklevel=4,
+        )

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from laplace_ella.support.resources import available_memory, human_bytes
+from laplace_ella.errors import InsufficientMemoryError
+from laplace_ella.support.resources import human_bytes
 
 __all__ = [
-    "Activations",
-    "InsufficientMemoryError",
     "MemoryEstimate",
-    "activation_bytes",
-    "estimate",
+    "check_memory",
+    "estimate_memory",
+    "sketch_sizes",
 ]
-
-#: Share of the free memory that is used if no budget is given.
-SHARE_OF_FREE = 0.7
 
 #: Rows of a sketch that survive a full buffer, as multiples of K. Measured on ResNet-20
 #: (K=20, M=2000): eigenvalues within 0.4 % of exact ones, subspace angle 1.2°.
 SKETCH_FACTOR = 5
-
-
-class InsufficientMemoryError(MemoryError):
-    """The work cannot fit; the message says what is needed, there, and changeable."""
 
 
 @dataclass(frozen=True)
@@ -97,36 +85,7 @@ class MemoryEstimate:
         return "\n".join(f"{k:<{width}}  {human_bytes(v):>9}" for k, v in lines.items())
 
 
-def parse_bytes(budget: int | float | str) -> int:
-    """Bytes from a number or a text like '8 GB', '500MB', '2GiB'."""
-    if isinstance(budget, (int, float)) and not isinstance(budget, bool):
-        value = float(budget)
-    else:
-        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kMGT]?)(i?)B?\s*", str(budget))
-        if match is None:
-            raise ValueError(
-                f"memory_budget must be bytes or a text like '8 GB', got {budget!r}."
-            )
-        number, prefix, binary = match.groups()
-        value = float(number) * (1024 if binary else 1000) ** " kMGT".index(
-            prefix or " "
-        )
-    if not value > 0 or not math.isfinite(value):
-        raise ValueError(f"memory_budget must be positive, got {budget!r}.")
-    return int(value)
-
-
-def budget_of(device: torch.device, budget: int | float | str | None) -> int:
-    """The budget asked for, or a share of what is free on the device."""
-    if budget is not None:
-        return parse_bytes(budget)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return 2**62  # fake tensors take no memory
-    free = available_memory(device)
-    return 2**62 if free is None else int(SHARE_OF_FREE * free)
-
-
-def estimate(
+def estimate_memory(
     n_params: int,
     n_samples: int,
     rank: int,
@@ -138,7 +97,7 @@ def estimate(
     """Memory of a fit with M gradients of P numbers and K directions.
 
     The decomposition has the directions in the rows' precision beside the rows; they
-    stay in `basis_itemsize` bytes a number.
+    stay in `basis_itemsize` bytes per number.
     """
     row = n_params * itemsize
     decomposed = rank * row
@@ -157,7 +116,7 @@ def estimate(
     )
 
 
-def check(memory: MemoryEstimate, device: torch.device) -> None:
+def check_memory(memory: MemoryEstimate, device: torch.device) -> None:
     """Refuse work that cannot fit, before anything is computed."""
     if not memory.fits:
         raise InsufficientMemoryError(
@@ -177,38 +136,3 @@ def sketch_sizes(memory: MemoryEstimate, rank: int) -> tuple[int, int]:
     capacity = min(memory.capacity, 2 * SKETCH_FACTOR * max(rank, 8))
     keep = min(SKETCH_FACTOR * rank, max(rank + 2, capacity // 2), capacity - 1)
     return capacity, keep
-
-
-class _Allocations(TorchDispatchMode):
-    """Bytes of the largest and of all tensors that operators return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "is_view", False):  # of something that was counted, or weights
-            return result
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                size = leaf.numel() * leaf.element_size()
-                self.total += size
-                self.largest = max(self.largest, size)
-        return result
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Bytes of the largest and of all intermediate results of one example."""
-
-    largest: int
-    total: int
-
-
-def activation_bytes(model: Any, x: Any) -> tuple[torch.Tensor, Activations]:
-    """The model's output for one example, and the memory of its forward pass."""
-    with torch.no_grad(), _Allocations() as allocations:
-        f = model(x)
-    return f, Activations(allocations.largest, allocations.total)

@@ -180,15 +180,23 @@ def _as_classes(labels: Any) -> np.ndarray:
     return labels.numpy()
 
 
-def subset(loader: Any, indices: np.ndarray) -> DataLoader:
-    """A loader over chosen examples, in order, that loads as the user's does."""
-    size = getattr(loader, "batch_size", None) or getattr(
-        getattr(loader, "batch_sampler", None), "batch_size", None
+def subset(
+    loader: Any, indices: np.ndarray, batch_size: int | None = None
+) -> DataLoader:
+    """A loader over chosen examples, in order, that loads as the user's does.
+
+    A few examples in one batch are loaded without the user's worker processes, whose
+    start would take longer.
+    """
+    size = (
+        batch_size
+        or getattr(loader, "batch_size", None)
+        or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     )
     return DataLoader(
         Subset(loader.dataset, indices.tolist()),
         batch_size=size or 32,
-        num_workers=getattr(loader, "num_workers", 0),
+        num_workers=0 if batch_size else getattr(loader, "num_workers", 0),
         collate_fn=getattr(loader, "collate_fn", None),
         worker_init_fn=getattr(loader, "worker_init_fn", None),
         pin_memory=getattr(loader, "pin_memory", False),

@@ -19,9 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella.fitting import sampling
 from laplace_ella.support.batches import split_batch
+from laplace_ella.support.checks import member, positive_int
 from laplace_ella.support.preserve import random_states
+from laplace_ella.tuning.validation import DEFAULT_LINK, check_loss
 
-__all__ = ["EarlyStopping", "augmented_validation"]
+__all__ = ["EarlyStopping", "augmented_validation", "check_stopping"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class EarlyStopping:
         as for `optimize_prior_precision`; the negative log likelihood by default
     maximize : bool, default=False
         whether larger values of `loss` are better
-    link_approx : LinkApprox or str, default="mc"
+    link_approx : LinkApprox or str, default="probit"
+        set it to the one you predict with; the paper's is 'mc'
     n_samples : int, default=512
         of the link 'mc', as in the paper
     """
@@ -54,16 +57,18 @@ class EarlyStopping:
     patience: int = 8
     loss: Any = None
     maximize: bool = False
-    link_approx: LinkApprox | str = LinkApprox.MC
+    link_approx: LinkApprox | str = DEFAULT_LINK
     n_samples: int = 512
 
     def __post_init__(self) -> None:
         for name in ("every", "start", "patience", "n_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        if not self.growth > 1:  # also refuses NaN
-            raise ValueError(f"growth must exceed 1, got {self.growth}.")
+            if (value := getattr(self, name)) is not None:
+                positive_int(name, value)
+        if not (self.growth > 1 and math.isfinite(self.growth)):  # also refuses NaN
+            raise ValueError(f"growth must exceed 1 and be finite, got {self.growth}.")
+        check_loss(self.loss)
+        link = member(LinkApprox, "link_approx", self.link_approx)
+        object.__setattr__(self, "link_approx", link)
 
     def checkpoints(self) -> Iterator[int]:
         """Numbers of examples at which the posterior is evaluated, increasing."""
@@ -74,6 +79,23 @@ class EarlyStopping:
                 math.ceil(n * (self.growth - 1)) if self.every is None else self.every
             )
             n += step
+
+
+def check_stopping(stopping: Any, val_loader: Any) -> EarlyStopping | None:
+    """The plan that `early_stopping=` of a fit stands for, None for no stopping."""
+    if stopping is None or stopping is False:
+        return None
+    if stopping is not True and not isinstance(stopping, EarlyStopping):
+        raise TypeError(
+            "early_stopping must be True, False or an EarlyStopping(...), got "
+            f"{stopping!r}."
+        )
+    if val_loader is None:
+        raise ValueError(
+            "early_stopping needs val_loader=. Where there is no validation data, "
+            "laplace_ella.augmented_validation(train_loader) makes some."
+        )
+    return EarlyStopping() if stopping is True else stopping
 
 
 def augmented_validation(
@@ -110,16 +132,14 @@ def augmented_validation(
         over a fixed set of augmented images
     """
     sampling.check_loader(train_loader)
-    if n_examples < 1:
-        raise ValueError(f"n_examples must be at least 1, got {n_examples}.")
-    rng = np.random.default_rng(seed)
-    indices = sampling.eligible_indices(train_loader)
-    chosen = rng.permutation(indices)[:n_examples]
+    positive_int("n_examples", n_examples)
     if not 0 < strength <= 1:
         raise ValueError(f"strength must lie in (0, 1], got {strength}.")
     augment = _augmentation(strength) if augment is None else augment
     images, targets = [], []
     with random_states(torch.device("cpu"), train_loader):
+        indices = sampling.eligible_indices(train_loader)
+        chosen = np.random.default_rng(seed).permutation(indices)[:n_examples]
         torch.manual_seed(seed)
         for batch in sampling.subset(train_loader, chosen):
             x, y = split_batch(batch, dict_key_y)
@@ -144,7 +164,7 @@ def _augmentation(strength: float) -> Callable[[torch.Tensor], torch.Tensor]:
         transform = v2.Compose(
             [
                 v2.RandomResizedCrop(size, scale=(1 - 0.7 * strength, 1), ratio=(1, 1)),
-                v2.RandomRotation(20 * strength),
+                v2.RandomRotation([-20 * strength, 20 * strength]),
                 v2.RandomHorizontalFlip(),
                 v2.RandomApply([v2.GaussianBlur(3, (0.1, 1.0))], p=0.5 * strength),
                 v2.RandomErasing(p=0.5 * strength, scale=(0.02, 0.15)),

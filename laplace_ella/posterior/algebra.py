@@ -21,9 +21,9 @@ from laplace_ella.support.batches import has_values
 __all__ = [
     "cholesky",
     "inverse_root",
-    "layer_grams",
     "log_det",
     "project_prior",
+    "triangular_inverse",
     "whiten",
 ]
 
@@ -54,6 +54,7 @@ def cholesky(matrix: torch.Tensor) -> torch.Tensor:
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     scale = float(diagonal.detach().abs().mean())
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    jitter = 0.0
     for exponent in range(-14, -3):
         jitter = scale * 10.0**exponent
         factor, info = torch.linalg.cholesky_ex(matrix + jitter * eye)
@@ -65,7 +66,7 @@ def cholesky(matrix: torch.Tensor) -> torch.Tensor:
                 stacklevel=3,
             )
             return factor
-    raise torch.linalg.LinAlgError(
+    raise torch.linalg.LinAlgError(  # pyright: ignore[reportPrivateImportUsage]
         "The posterior precision is not positive definite, even after adding "
         f"{jitter:.1e} to its diagonal. Check the prior precision and the data."
     )
@@ -78,15 +79,13 @@ def log_det(matrix: torch.Tensor) -> torch.Tensor:
 
 def inverse_root(matrix: torch.Tensor) -> torch.Tensor:
     """S (K, K) with SSᵀ = G⁻¹: S = L⁻ᵀ for G = LLᵀ."""
-    factor = cholesky(matrix)
+    return triangular_inverse(cholesky(matrix), upper=False).mT
+
+
+def triangular_inverse(matrix: torch.Tensor, upper: bool) -> torch.Tensor:
+    """Inverse of a triangular matrix."""
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return torch.linalg.solve_triangular(factor, eye, upper=False).mT
-
-
-def layer_grams(vectors: torch.Tensor, numels: list[int]) -> torch.Tensor:
-    """V_lᵀV_l of every parameter l, `(L, K, K)` float64, for layerwise priors."""
-    pieces = vectors.split(numels, dim=1)
-    return torch.stack([v.double() @ v.double().T for v in pieces])
+    return torch.linalg.solve_triangular(matrix, eye, upper=upper)
 
 
 def whiten(

@@ -7,7 +7,9 @@ J̃ (M, P), orthonormal and nested in K.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -41,6 +43,11 @@ class NystromBasis:
         sum of all eigenvalues of J̃J̃ᵀ
     method : str
         how it was computed: "svd", "gram" or "streaming"
+    numels : tuple of int
+        sizes of the L parameter tensors that make up the P columns
+    tail : torch.Tensor, optional
+        the other eigenvalues of J̃J̃ᵀ, descending, float64; None where a summary of the
+        gradients was kept and they are not known
     """
 
     directions: torch.Tensor
@@ -48,6 +55,8 @@ class NystromBasis:
     n_samples: int
     trace: float
     method: str
+    numels: tuple[int, ...] = ()
+    tail: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -64,13 +73,27 @@ class NystromBasis:
         """Share of the trace in the first k directions, `(K,)`."""
         return self.eigenvalues.cumsum(0) / self.trace
 
+    @cached_property
+    def layer_grams(self) -> torch.Tensor:
+        """V_lᵀV_l of every parameter tensor l, `(L, K, K)` float64."""
+        pieces = self.directions.split(self.numels, dim=1)
+        grams = torch.stack([v.double() @ v.double().T for v in pieces])
+        return grams.to(self.eigenvalues.device)
+
     def truncate(self, rank: int) -> NystromBasis:
         """The basis of the first `rank` directions."""
-        return replace(
+        tail = self.tail
+        if tail is not None:
+            tail = torch.cat([self.eigenvalues[rank:], tail])
+        truncated = replace(
             self,
             directions=self.directions[:rank],
             eigenvalues=self.eigenvalues[:rank],
+            tail=tail,
         )
+        if "layer_grams" in self.__dict__:  # computed already: a leading block serves
+            truncated.__dict__["layer_grams"] = self.layer_grams[:, :rank, :rank]
+        return truncated
 
 
 class RowSketch:
@@ -83,8 +106,8 @@ class RowSketch:
 
     Parameters
     ----------
-    n_params : int
-        P
+    numels : sequence of int
+        sizes of the parameter tensors that make up the P columns
     capacity : int
         rows in memory, more than `keep`
     keep : int
@@ -93,7 +116,7 @@ class RowSketch:
 
     def __init__(
         self,
-        n_params: int,
+        numels: Sequence[int],
         capacity: int,
         keep: int,
         dtype: torch.dtype,
@@ -101,7 +124,8 @@ class RowSketch:
     ) -> None:
         if capacity <= keep:
             raise ValueError(f"capacity={capacity} must exceed keep={keep}.")
-        self.buffer = torch.empty(capacity, n_params, dtype=dtype, device=device)
+        self.numels = tuple(numels)
+        self.buffer = torch.empty(capacity, sum(numels), dtype=dtype, device=device)
         self.keep = keep
         self.filled = 0
         self.n_samples = 0
@@ -116,7 +140,7 @@ class RowSketch:
                 self._compress()
             fitting = rows[: len(self.buffer) - self.filled]
             self.buffer[self.filled : self.filled + len(fitting)] = fitting
-            self._energy += fitting.double().square().sum()
+            self._energy += _energy(fitting)
             self.filled += len(fitting)
             rows = rows[len(fitting) :]
 
@@ -125,15 +149,16 @@ class RowSketch:
         _multiply(U.T, self.buffer, out=self.buffer)
         self.filled, self.compressed = self.keep, True
 
-    def basis(self, n_eigenvalues: int) -> NystromBasis:
-        """Top right singular vectors of all rows taken in.
+    def basis(self, n_eigenvalues: int | None) -> NystromBasis:
+        """Top right singular vectors of all rows taken in; all usable ones for None.
 
         Fewer usable directions than `n_eigenvalues` truncate, with a `RankWarning`.
         """
         rows = self.buffer[: self.filled]
+        wanted = min(n_eigenvalues or len(rows), *rows.shape)
         small = rows.numel() <= SVD_LIMIT
         decompose = _by_svd if small else _by_gram
-        eigenvalues, directions = decompose(rows, min(n_eigenvalues, *rows.shape))
+        eigenvalues, directions = decompose(rows, wanted)
         rank = _usable_rank(eigenvalues, rows, squared=not small)
         if rank == 0:
             raise ValueError(
@@ -141,14 +166,14 @@ class RowSketch:
                 "depend on the parameters. Check that the right parameters require "
                 "gradients."
             )
-        if rank < n_eigenvalues:
+        if n_eigenvalues is not None and rank < n_eigenvalues:
             warnings.warn(
                 f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
                 f"{self.n_samples} sampled gradients; using {rank}.",
                 RankWarning,
                 stacklevel=5,  # the caller of fit()
             )
-        rank = min(rank, n_eigenvalues)
+        rank = min(rank, wanted)
         known = has_values(self._energy)
         return NystromBasis(
             directions[:rank].contiguous(),
@@ -156,12 +181,21 @@ class RowSketch:
             self.n_samples,
             float(self._energy) if known else float("nan"),
             "streaming" if self.compressed else ("svd" if small else "gram"),
+            self.numels,
+            None if self.compressed else eigenvalues[rank:],
         )
+
+
+def _energy(rows: torch.Tensor) -> torch.Tensor:
+    """Σ of all squares in float64, without a float64 copy of all rows."""
+    parts = [rows[:, c].double().square().sum() for c in chunks(rows.shape[1], 65_536)]
+    return torch.stack(parts).sum()
 
 
 def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:
     """Top right singular vectors of gradients `(M, P)` that are all there."""
-    sketch = RowSketch(rows.shape[1], len(rows) + 1, len(rows), rows.dtype, rows.device)
+    numels = (rows.shape[1],)
+    sketch = RowSketch(numels, len(rows) + 1, len(rows), rows.dtype, rows.device)
     sketch.add(rows)
     return sketch.basis(n_eigenvalues)
 

@@ -13,19 +13,18 @@ import torch
 from laplace.utils.enums import Likelihood
 from torch.nn import functional as F
 
-from laplace_ella.support.layout import OutputLayout, Positions
+from laplace_ella.support.batches import has_values
+from laplace_ella.support.layout import Positions
 
 __all__ = [
     "IGNORED",
     "Family",
-    "check_classes",
-    "check_outputs",
-    "check_targets",
     "curvature_root",
     "largest_curvature",
     "losses",
     "observed",
     "sample_cotangents",
+    "target_rows",
 ]
 
 #: Class index of positions that are not observed, as in torch's cross-entropy.
@@ -62,31 +61,14 @@ class Family(str, Enum):
         return logits.softmax(dim)
 
 
-def check_outputs(f: torch.Tensor, layout: OutputLayout = OutputLayout.FLAT) -> None:
-    """A model output must be a floating-point tensor of the layout's shape."""
-    if not isinstance(f, torch.Tensor):
-        raise TypeError(
-            f"The model must return a tensor (B, C), got {type(f).__name__}. Wrap it "
-            "in a module that returns the logits or means."
-        )
-    if layout is OutputLayout.FLAT and f.ndim != 2:
-        raise ValueError(
-            f"The model must return a matrix (B, C), got shape {tuple(f.shape)}. "
-            "For outputs at many positions pass output_layout='channels_last' "
-            "(B, ..., C) or 'channels_first' (B, C, ...); for one output, return "
-            "shape (B, 1)."
-        )
-    if layout is not OutputLayout.FLAT and f.ndim < 2:
-        raise ValueError(
-            f"output_layout={layout.value!r} expects an output with a batch and a "
-            f"channel dimension, got shape {tuple(f.shape)}."
-        )
-
-
-def check_targets(
+def target_rows(
     y: torch.Tensor, size: int, positions: Positions, family: Family
 ) -> torch.Tensor:
-    """Targets of `size` examples as rows, or an error that names both shapes."""
+    """Targets of `size` examples as rows `(size·S, ...)`, checked.
+
+    An error names what was expected and what came.
+    """
+    y = torch.as_tensor(y)
     per_output = (size, *positions.output_shape)
     per_position = (size, *positions.shape)
     floating = y.dtype.is_floating_point
@@ -95,45 +77,77 @@ def check_targets(
             kind = "Regression" if family.is_regression else "Multi-label"
             raise ValueError(
                 f"{kind} targets must have the shape of the model's output, "
-                f"{per_output}, got {tuple(y.shape)}. Reshape the targets, for "
-                "example with y.unsqueeze(-1) for one output."
+                f"{per_output}, got {tuple(y.shape)}. {_reshaped(y, per_output)}"
             )
-        return positions.rows(y.flatten(1))
-    if tuple(y.shape) == per_output and floating:
+        rows = positions.rows(y.flatten(1))
+    elif tuple(y.shape) == per_output and floating:
         # class probabilities, as torch's cross-entropy takes them
-        return positions.rows(y.flatten(1))
-    if tuple(y.shape) not in (per_position, (*per_position, 1)) or floating:
+        rows = positions.rows(y.flatten(1))
+    elif tuple(y.shape) in (per_position, (*per_position, 1)) and not floating:
+        rows = y.reshape(-1).long()
+    else:
         raise ValueError(
             f"Classification targets must be class indices of shape {per_position} "
             f"or probabilities of shape {per_output}, got shape {tuple(y.shape)} "
             f"and dtype {y.dtype}."
         )
-    return y.reshape(-1).long()
+    if has_values(rows):
+        _check_values(rows, positions, family)
+    return rows
 
 
-def check_classes(
-    f: torch.Tensor, y: torch.Tensor, family: Family, may_ignore: bool = False
-) -> None:
-    """Class indices must lie in range(C), labels and probabilities in [0, 1]."""
-    if family.is_regression or not y.numel():
+def _reshaped(y: torch.Tensor, shape: tuple[int, ...]) -> str:
+    """How targets of the right number of values get the right shape, if they can."""
+    missing = [d for d in range(len(shape)) if y.unsqueeze(d).shape == shape]
+    if y.ndim == len(shape) - 1 and missing:
+        return f"Reshape the targets with y.unsqueeze({missing[0]})."
+    return "Reshape the targets, or return this shape from the model."
+
+
+def _check_values(rows: torch.Tensor, positions: Positions, family: Family) -> None:
+    """Targets must be finite, labels lie in [0, 1], probabilities sum to one, class
+    indices lie in range(C)."""
+    if not rows.numel():
         return
-    if family is Family.BERNOULLI:
-        low, high = float(y.min()), float(y.max())
-        if not (low >= 0 and high <= 1):
+    if rows.dtype.is_floating_point and not bool(torch.isfinite(rows).all()):
+        raise ValueError(
+            f"{int((~torch.isfinite(rows)).sum())} of {rows.numel()} target values are "
+            "NaN or infinite. Leave these examples out, or fill in their targets."
+        )
+    if family is Family.GAUSSIAN:
+        return
+    if family is Family.BERNOULLI or rows.dtype.is_floating_point:
+        low, high = float(rows.min()), float(rows.max())
+        if low < 0 or high > 1:
+            kind = "Multi-label targets" if family is Family.BERNOULLI else "Classes"
             raise ValueError(
-                "Multi-label targets must be 0 or 1 (or probabilities), got values "
-                f"from {low:g} to {high:g}."
+                f"{kind} must be 0 or 1 (or probabilities), got values from {low:g} to "
+                f"{high:g}."
             )
-    elif not y.dtype.is_floating_point:
-        known = y[y != IGNORED] if may_ignore else y
-        if not known.numel():
-            return
-        low, high = int(known.min()), int(known.max())
-        if low < 0 or high >= f.shape[-1]:
-            raise ValueError(
-                f"Class indices must lie in 0..{f.shape[-1] - 1} for a model with "
-                f"{f.shape[-1]} outputs, got {low}..{high}."
-            )
+        if family is Family.CATEGORICAL:
+            off = float((rows.double().sum(-1) - 1).abs().max())
+            if off > 1e-3:
+                raise ValueError(
+                    "Class probabilities as targets must sum to one over the classes, "
+                    f"got a sum that is off by {off:.3g}. Normalise them."
+                )
+        return
+    known = rows[rows != IGNORED] if positions.shape else rows
+    if not known.numel():
+        return
+    low, high, C = int(known.min()), int(known.max()), positions.n_channels
+    if low < 0 or high >= C:
+        ignore = (
+            f" Positions without a target have the class {IGNORED} here, as in torch's "
+            "cross-entropy; replace your own mark of them, for example "
+            f"y[y == {high}] = {IGNORED}."
+            if positions.shape
+            else ""
+        )
+        raise ValueError(
+            f"Class indices must lie in 0..{C - 1} for a model with {C} outputs, got "
+            f"{low}..{high}.{ignore}"
+        )
 
 
 def observed(y: torch.Tensor, family: Family) -> torch.Tensor | None:
@@ -146,7 +160,7 @@ def observed(y: torch.Tensor, family: Family) -> torch.Tensor | None:
 def losses(f: torch.Tensor, y: torch.Tensor, family: Family) -> torch.Tensor:
     """Loss of outputs (R, C) and checked targets, summed over the rows, float64.
 
-    One value an output, `(C,)`, for regression, whose outputs may differ in noise;
+    One value per output, `(C,)`, for regression, whose outputs may differ in noise;
     a scalar otherwise.
     """
     f = f.double()

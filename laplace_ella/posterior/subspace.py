@@ -6,15 +6,17 @@ and change nothing of the fitted model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from laplace_ella.posterior import algebra
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.predictive import FunctionValues, psd_root
+from laplace_ella.support.metric import Metric
 
 __all__ = ["Complement", "SubspacePosterior"]
 
@@ -27,8 +29,8 @@ class Complement(str, Enum):
 
     PRIOR = "prior"
     """They keep the prior's: Σ = (D + VHVᵀ/(σ²T))⁻¹. Equals the exact linearised
-    Laplace once V spans the training gradients. Needs J(x)D⁻¹J(x)ᵀ as well, C backward
-    passes an example."""
+    Laplace once V spans the training gradients. Needs the part of J(x) outside the
+    basis as well: C backward passes per example."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,6 @@ class SubspacePosterior:
         f = 1/(σ²T), a scalar
     prior : torch.Tensor
         prior precision: scalar `(1,)`, layerwise `(L,)` or diagonal `(P,)`
-    numels : tuple of int
-        sizes of the L parameters
     complement : Complement
     """
 
@@ -53,29 +53,25 @@ class SubspacePosterior:
     H: torch.Tensor
     factor: torch.Tensor
     prior: torch.Tensor
-    numels: tuple[int, ...]
     complement: Complement = Complement.DROP
-    grams: list[torch.Tensor] = field(default_factory=list, repr=False)
 
     @property
     def rank(self) -> int:
         return self.basis.rank
 
+    @property
+    def n_params(self) -> int:
+        return self.basis.directions.shape[1]
+
     # Variants, each a new posterior
 
-    def with_(self, **changes: object) -> SubspacePosterior:
+    def with_(self, **changes: Any) -> SubspacePosterior:
         """The same posterior with other curvature, prior or factor."""
         return replace(self, **changes)
 
     def truncate(self, rank: int) -> SubspacePosterior:
         """The posterior of the first `rank` directions: bases are nested."""
-        grams = [g[:, :rank, :rank] for g in self.grams]
-        return replace(
-            self,
-            basis=self.basis.truncate(rank),
-            H=self.H[:rank, :rank],
-            grams=grams,
-        )
+        return replace(self, basis=self.basis.truncate(rank), H=self.H[:rank, :rank])
 
     # The prior
 
@@ -83,24 +79,22 @@ class SubspacePosterior:
     def is_scalar(self) -> bool:
         return self.prior.numel() == 1
 
+    @property
+    def _is_layerwise(self) -> bool:
+        return self.prior.numel() == len(self.basis.numels) != self.n_params
+
     def _project(self, diagonal: torch.Tensor) -> torch.Tensor:
-        """Vᵀ diag(d) V for d structured like the prior; layers' products are kept."""
-        directions = self.basis.directions
-        n_layers = len(self.numels)
-        if diagonal.numel() == n_layers > 1 and n_layers != directions.shape[1]:
-            if not self.grams:  # shared by all variants of this posterior
-                grams = algebra.layer_grams(directions, list(self.numels))
-                self.grams.append(grams.to(self.H.device))
-            return torch.einsum("l,lij->ij", diagonal.double(), self.grams[0])
-        return algebra.project_prior(directions, diagonal)
+        """Vᵀ diag(d) V for d structured like the prior."""
+        if not self.is_scalar and self._is_layerwise:
+            return torch.einsum("l,lij->ij", diagonal.double(), self.basis.layer_grams)
+        return algebra.project_prior(self.basis.directions, diagonal)
 
     def prior_diagonal(self) -> torch.Tensor:
         """D as a vector, `(P,)`, or `(1,)` for a scalar prior."""
-        prior = self.prior
-        if prior.numel() == len(self.numels) and prior.numel() != sum(self.numels):
-            sizes = torch.as_tensor(self.numels, device=prior.device)
-            return prior.repeat_interleave(sizes, output_size=sum(self.numels))
-        return prior
+        if self.is_scalar or not self._is_layerwise:
+            return self.prior
+        sizes = torch.as_tensor(self.basis.numels, device=self.prior.device)
+        return self.prior.repeat_interleave(sizes, output_size=self.n_params)
 
     # The precision
 
@@ -121,22 +115,20 @@ class SubspacePosterior:
 
     @cached_property
     def _whitened(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """R and T of the complement's formula, see `lowrank`."""
-        S = self._project(1 / self.prior)
-        return algebra.whiten(self.H, self.factor.double(), S)
+        """R and T of the complement's formula, see `algebra`."""
+        gram = self._project(1 / self.prior)
+        return algebra.whiten(self.H, self.factor.double(), gram)
 
     @cached_property
     def _whitened_roots(self) -> tuple[torch.Tensor, torch.Tensor]:
         """R⁻¹ and T^{-1/2}."""
         R, T = self._whitened
-        eye = torch.eye(len(R), dtype=R.dtype, device=R.device)
-        R_inv = torch.linalg.solve_triangular(R, eye, upper=True)
-        return R_inv, algebra.inverse_root(T)
+        return algebra.triangular_inverse(R, upper=True), algebra.inverse_root(T)
 
     @property
     def covariance(self) -> torch.Tensor:
         """Covariance of z = Vᵀ(θ − θ̂), `(K, K)`."""
-        if self.complement is Complement.DROP:
+        if self.complement is Complement.DROP or self.is_scalar:
             return self.scale @ self.scale.mT
         R, _ = self._whitened
         half = R.mT @ self._whitened_roots[1]
@@ -150,13 +142,15 @@ class SubspacePosterior:
         if self.complement is Complement.DROP:
             return algebra.log_det(self.prior_on_subspace)
         prior = self.prior_diagonal().double()
-        return prior.log().sum() * (sum(self.numels) / prior.numel())
+        return prior.log().sum() * (self.n_params / prior.numel())
 
     @property
     def log_det_ratio(self) -> torch.Tensor:
         """log det of the posterior precision less that of the prior precision."""
-        if self.complement is Complement.DROP:
-            return algebra.log_det(self.precision) - self.log_det_prior
+        if self.complement is Complement.DROP or self.is_scalar:
+            return algebra.log_det(self.precision) - algebra.log_det(
+                self.prior_on_subspace
+            )
         return algebra.log_det(self._whitened[1])
 
     def log_det_ratios(self) -> torch.Tensor:
@@ -185,74 +179,75 @@ class SubspacePosterior:
     @property
     def dimension(self) -> int:
         """Dimension of the space the posterior has a density on."""
-        drop = self.complement is Complement.DROP
-        return self.rank if drop else sum(self.numels)
+        return self.rank if self.complement is Complement.DROP else self.n_params
 
     # Function space
 
     @property
-    def needs_kernel(self) -> bool:
-        """Whether predictions need J(x)D⁻¹J(x)ᵀ besides the features."""
+    def needs_residual(self) -> bool:
+        """Whether predictions need the part of J(x) outside the basis."""
         return self.complement is Complement.PRIOR
 
-    @staticmethod
-    def check_kernel(kernel: torch.Tensor | None) -> torch.Tensor:
-        """The kernel, if it came with the features."""
-        if kernel is None:
-            raise ValueError(
-                "complement='prior' needs the kernel J(x)J(x)ᵀ besides the features; "
-                "make the cache with this posterior, after setting the complement."
-            )
-        return kernel
+    @property
+    def weighs_gradients(self) -> bool:
+        """Whether features and residuals depend on the prior."""
+        return self.needs_residual and not self.is_scalar
 
-    def kernel_weights(self) -> torch.Tensor | None:
-        """Weights w `(P,)` in J(x)diag(w)J(x)ᵀ and in J(x)diag(w)V.
+    @cached_property
+    def metric(self) -> Metric | None:
+        """How gradients are measured, see `split_gradients`.
 
-        None stands for weights one: features and kernels that hold for every scalar
+        None stands for weights one: features and residuals that hold for every scalar
         prior.
         """
-        if not self.needs_kernel or self.is_scalar:
+        if not self.weighs_gradients:
             return None
-        return 1 / self.prior_diagonal()
+        inverse_root = self._whitened_roots[0]
+        weights = 1 / self.prior_diagonal()
+        return Metric(weights.detach(), (inverse_root @ inverse_root.mT).detach())
 
     def function_values(
-        self, f_mu: torch.Tensor, phi: torch.Tensor, kernel: torch.Tensor | None
+        self, f_mu: torch.Tensor, phi: torch.Tensor, residual: torch.Tensor | None
     ) -> FunctionValues:
         """Gaussian over f(x) from outputs `(B, C)`, features `(B, C, K)` and, where
-        the complement is kept, the kernel `(B, C, C)`."""
-        if not self.needs_kernel:
-            return FunctionValues(f_mu, phi @ self.scale.to(phi))
-        factor, residual = self._with_complement(phi, kernel)
-        return FunctionValues(f_mu, factor, residual)
+        the complement is kept, the residual `(B, C, C)`."""
+        return FunctionValues(f_mu, *self._factor_and_residual(phi, residual))
 
     def joint_covariance(
-        self, phi: torch.Tensor, kernel: torch.Tensor | None
+        self, phi: torch.Tensor, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """`(B·C, B·C)` from features `(B·C, K)` and, if needed, kernel `(B·C, B·C)`."""
-        if not self.needs_kernel:
-            A = phi @ self.scale.to(phi)
-            return A @ A.mT
-        factor, residual = self._with_complement(phi, kernel)
-        return factor @ factor.mT + residual
+        """`(n, n)` from features `(n, K)` and, if needed, residual `(n, n)`."""
+        factor, residual = self._factor_and_residual(phi, residual)
+        covariance = factor @ factor.mT
+        return covariance if residual is None else covariance + residual
 
     def joint_root(
-        self, phi: torch.Tensor, kernel: torch.Tensor | None
+        self, phi: torch.Tensor, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """R `(B·C, ...)` with RRᵀ the joint covariance, for samples of functions."""
-        if not self.needs_kernel:
-            return phi @ self.scale.to(phi)
-        return psd_root(self.joint_covariance(phi, kernel))
+        """R `(n, ...)` with RRᵀ the joint covariance, for samples of functions."""
+        if not self.needs_residual:
+            return self._factor_and_residual(phi, None)[0]
+        return psd_root(self.joint_covariance(phi, residual))
 
-    def _with_complement(
-        self, phi: torch.Tensor, kernel: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A = ψT^{-1/2} and J D^{-1/2}(I − QQᵀ)D^{-1/2}Jᵀ, with ψ = J D⁻¹ V R⁻¹."""
-        kernel = self.check_kernel(kernel)
-        R_inv, T_root = self._whitened_roots
+    def _factor_and_residual(
+        self, phi: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A and the residual with JΣJᵀ = AAᵀ + residual.
+
+        With φ = JD⁻¹V for priors that are not scalar: A = φR⁻¹T^{-1/2}.
+        """
+        if not self.needs_residual:
+            return phi @ self.scale.to(phi), None
+        if residual is None:
+            raise ValueError(
+                "complement='prior' needs the part of J(x) outside the basis besides "
+                "the features; make the cache with this posterior, after setting the "
+                "complement."
+            )
         if self.is_scalar:
-            phi, kernel = phi / self.prior.to(phi), kernel / self.prior.to(kernel)
-        psi = phi @ R_inv.to(phi)
-        return psi @ T_root.to(phi), kernel - psi @ psi.mT
+            return phi @ self.scale.to(phi), residual / self.prior.to(residual)
+        R_inv, T_root = self._whitened_roots
+        return phi @ (R_inv @ T_root).to(phi), residual
 
     # Weight space
 
@@ -261,7 +256,7 @@ class SubspacePosterior:
     ) -> torch.Tensor:
         """θ − θ̂ `(n, P)` from normal noise `(n, K)` and, for the complement, (n, P)."""
         directions = self.basis.directions.to(noise)
-        if not self.needs_kernel:
+        if outside is None:
             return noise @ self.scale.mT.to(noise) @ directions
         R_inv, T_root = (matrix.to(noise) for matrix in self._whitened_roots)
         root = self.prior_diagonal().rsqrt().to(noise)  # D^{-1/2}

@@ -1,4 +1,4 @@
-"""Tuple and mapping batches: splitting, moving, slicing.
+"""Inputs of models: tensors, and mappings, tuples and lists of tensors.
 
 Index legend of the package: N data, C outputs, P parameters, M Nyström samples,
 K rank, B batch.
@@ -7,19 +7,23 @@ K rank, B batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = [
+    "Batch",
     "batch_size",
     "chunks",
     "detach",
     "has_values",
+    "map_tensors",
     "split_batch",
     "take",
+    "tensors_of",
     "to_device",
 ]
 
@@ -44,6 +48,7 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, torch.Tensor]:
         return batch, torch.as_tensor(batch[dict_key_y])
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
+    _refuse_graphs(batch)
     got = (
         f"a {type(batch).__name__} of length {len(batch)}"
         if isinstance(batch, (tuple, list))
@@ -55,70 +60,180 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, torch.Tensor]:
     )
 
 
+# Containers of tensors
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
+    """`x` with every tensor changed; containers are copied, all else is shared."""
+    if isinstance(x, torch.Tensor):
+        return change(x)
+    if isinstance(x, Mapping):
+        changed = {key: map_tensors(change, value) for key, value in x.items()}
+        if type(x) is dict or not isinstance(x, MutableMapping):
+            return changed
+        same = copy.copy(x)  # of its own class, with its other attributes
+        for key, value in changed.items():
+            same[key] = value
+        return same
+    if isinstance(x, tuple) and hasattr(x, "_fields"):  # a namedtuple
+        return type(x)(*(map_tensors(change, value) for value in x))
+    if isinstance(x, (tuple, list)):
+        return type(x)(map_tensors(change, value) for value in x)
+    return x
+
+
+def tensors_of(x: Any) -> Iterator[torch.Tensor]:
+    """The tensors of `x`, in the order in which `map_tensors` meets them."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, Mapping):
+        for value in x.values():
+            yield from tensors_of(value)
+    elif isinstance(x, (tuple, list)):
+        for value in x:
+            yield from tensors_of(value)
+
+
 def to_device(x: Any, device: torch.device) -> Any:
     """Move every tensor of `x` to `device`; containers are copied, not changed."""
     # Tensors made in inference mode cannot be saved for a backward pass.
-    return _map_tensors(lambda t: t.to(device, copy=t.is_inference()), x)
+    return map_tensors(lambda t: t.to(device, copy=t.is_inference()), x)
 
 
 def detach(x: Any) -> Any:
     """`x` without the graph of its tensors; containers are copied, not changed."""
-    return _map_tensors(torch.Tensor.detach, x)
+    return map_tensors(torch.Tensor.detach, x)
 
 
-def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return change(x)
-    if isinstance(x, MutableMapping):
-        changed = copy.copy(x)
-        for key, value in x.items():
-            changed[key] = _map_tensors(change, value)
-        return changed
-    if isinstance(x, (tuple, list)):
-        return type(x)(_map_tensors(change, value) for value in x)
-    return x
+# Examples
 
 
 def batch_size(x: Any, dict_key_x: str) -> int:
     """Number of examples in model inputs `x`."""
     if isinstance(x, torch.Tensor):
         if x.ndim == 0:
-            raise ValueError("Expected inputs with a batch dimension, got a scalar.")
+            raise ValueError(
+                "Expected inputs with a batch dimension, got a scalar. Pass "
+                "x.reshape(1, ...) for one example."
+            )
         return x.shape[0]
     if isinstance(x, Mapping):
         value = x.get(dict_key_x)
         if not isinstance(value, torch.Tensor):
-            tensors = [v for v in x.values() if isinstance(v, torch.Tensor) and v.ndim]
-            if not tensors:
+            value = next((t for t in tensors_of(x) if t.ndim), None)
+            if value is None:
                 raise ValueError(
                     f"The input mapping has no tensor (keys {sorted(map(str, x))}); "
                     "pass dict_key_x= to say where the inputs are."
                 )
-            value = tensors[0]
-        return value.shape[0]
+        return batch_size(value, dict_key_x)
     if isinstance(x, (tuple, list)) and len(x):
         return batch_size(x[0], dict_key_x)
+    _refuse_graphs(x)
     raise TypeError(
         f"Inputs of type {type(x).__name__} are not supported; "
         "expected a tensor, a mapping or a tuple of tensors."
     )
 
 
-def take(x: Any, index: slice | torch.Tensor, size: int) -> Any:
-    """Rows `index` of inputs `x` that hold `size` examples.
+def _refuse_graphs(x: Any) -> None:
+    """Batches of PyTorch Geometric have no examples that could be sliced."""
+    if hasattr(x, "num_graphs") and hasattr(x, "to_data_list"):
+        raise TypeError(
+            f"Inputs of type {type(x).__module__}.{type(x).__name__} are one graph "
+            "made of many, which cannot be split into examples. Wrap the model in a "
+            "module that takes a tensor or a mapping of tensors with the batch as "
+            "first dimension (for example node features padded to (B, nodes, D) and "
+            "adjacency matrices (B, nodes, nodes)), and let the loader yield "
+            "(inputs, targets) of that form."
+        )
 
-    Entries of a mapping that have no batch dimension are kept as they are.
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of B examples; which of their tensors have a batch dimension is decided
+    once, on the whole batch.
+
+    A part of a batch may happen to be as long as a tensor that all examples share, so
+    the sizes of a part say nothing.
+
+    Attributes
+    ----------
+    template : Any
+        a tensor, or a container whose structure and other contents are kept
+    tensors : tuple of torch.Tensor
+        all tensors, in the order of `tensors_of`
+    batched : tuple of bool
+        which of them have one entry per example
+    size : int
+        B
     """
-    if isinstance(x, torch.Tensor):
-        return x[index] if x.ndim and x.shape[0] == size else x
-    if isinstance(x, MutableMapping):
-        taken = copy.copy(x)
-        for key, value in x.items():
-            taken[key] = take(value, index, size)
-        return taken
-    if isinstance(x, (tuple, list)) and all(isinstance(v, torch.Tensor) for v in x):
-        return type(x)(take(value, index, size) for value in x)
-    return x
+
+    template: Any
+    tensors: tuple[torch.Tensor, ...]
+    batched: tuple[bool, ...]
+    size: int
+
+    @classmethod
+    def of(cls, x: Any, dict_key_x: str) -> Batch:
+        """The inputs `x`, whose size is that of `x[dict_key_x]` if it is a mapping."""
+        size = batch_size(x, dict_key_x)
+        tensors = tuple(tensors_of(x))
+        batched = tuple(t.ndim > 0 and t.shape[0] == size for t in tensors)
+        return cls(x, tensors, batched, size)
+
+    @property
+    def inputs(self) -> Any:
+        """What the model is called with."""
+        if isinstance(self.template, torch.Tensor):
+            return self.tensors[0]
+        remaining = iter(self.tensors)
+        return map_tensors(lambda _: next(remaining), self.template)
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """The tensors with one entry per example."""
+        pairs = zip(self.tensors, self.batched, strict=True)
+        return tuple(t for t, batched in pairs if batched)
+
+    def with_leaves(self, leaves: Sequence[torch.Tensor], size: int) -> Batch:
+        """Other examples in place of these; what they share stays."""
+        remaining = iter(leaves)
+        pairs = zip(self.tensors, self.batched, strict=True)
+        tensors = tuple(next(remaining) if batched else t for t, batched in pairs)
+        return replace(self, tensors=tensors, size=size)
+
+    def take(self, index: slice | torch.Tensor) -> Batch:
+        """The examples `index`, a slice or positions `(m,)`."""
+        if isinstance(index, slice):
+            size = len(range(*index.indices(self.size)))
+        else:
+            size = len(index)
+        return self.with_leaves([leaf[index] for leaf in self.leaves], size)
+
+    def detach(self) -> Batch:
+        """The same without the graph of its tensors."""
+        return replace(self, tensors=tuple(t.detach() for t in self.tensors))
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What two batches of the same kind share: shapes per example, and dtypes."""
+        pairs = zip(self.tensors, self.batched, strict=True)
+        return tuple(
+            (b, tuple(t.shape[1:] if b else t.shape), t.dtype) for t, b in pairs
+        )
+
+
+def take(x: Any, index: slice | torch.Tensor, size: int) -> Any:
+    """Examples `index` of inputs `x` that hold `size` of them.
+
+    For whole batches only: of parts, it cannot tell what has a batch dimension. See
+    `Batch.take`.
+    """
+    return map_tensors(
+        lambda t: t[index] if t.ndim and t.shape[0] == size else t,
+        x,
+    )
 
 
 def chunks(size: int, chunk: int) -> Iterator[slice]:

@@ -11,7 +11,13 @@ import torch
 
 from laplace_ella.support.batches import has_values
 
-__all__ = ["check_finite", "check_positive", "member", "positive_int"]
+__all__ = [
+    "check_finite",
+    "check_generator",
+    "check_positive",
+    "member",
+    "positive_int",
+]
 
 E = TypeVar("E", bound=Enum)
 
@@ -26,9 +32,11 @@ def member(enum: type[E], name: str, value: Any) -> E:
         ) from None
 
 
-def positive_int(name: str, value: int) -> int:
+def positive_int(name: str, value: Any, or_: str = "") -> int:
+    """The integer, or an error that also says what else (`or_`) may stand there."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        other = f" or {or_}" if or_ else ""
+        raise ValueError(f"{name} must be a positive integer{other}, got {value!r}.")
     return int(value)
 
 
@@ -46,6 +54,21 @@ def check_positive(name: str, value: Any) -> None:
         return
     if not good:
         raise ValueError(f"{name} must be positive and finite, got {shown}.")
+
+
+def check_generator(generator: torch.Generator | None, device: torch.device) -> None:
+    """A generator must draw where the model is."""
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        raise ValueError(
+            f"generator must be a torch.Generator, got {type(generator).__name__}."
+        )
+    if generator.device.type != device.type:
+        raise ValueError(
+            f"The generator is on {generator.device}, the model on {device}. "
+            f"Use torch.Generator('{device}')."
+        )
 
 
 def check_finite(flags: list[torch.Tensor], what: str, where: str) -> None:

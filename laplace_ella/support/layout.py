@@ -1,6 +1,6 @@
 """Outputs at many positions: tokens, pixels.
 
-A model that returns C outputs at each of S positions has S·C outputs an example, which
+A model that returns C outputs at each of S positions has S·C outputs per example, which
 is all that differentiation needs to know. The likelihood factorises over positions, so
 losses, curvature and links see rows: one position of one example, C outputs.
 """
@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
-__all__ = ["OutputLayout", "Positions"]
+__all__ = ["OutputLayout", "Positions", "check_outputs"]
 
 
 class OutputLayout(str, Enum):
     """Which dimension of the model's output holds the C classes or values."""
 
     FLAT = "flat"
-    """`(B, C)`: one position an example."""
+    """`(B, C)`: one position per example."""
 
     CHANNELS_LAST = "channels_last"
     """`(B, ..., C)`: for example `(B, T, C)`, T tokens."""
@@ -74,7 +75,38 @@ class Positions:
         return self.outputs(rows).unflatten(1, self.output_shape)
 
     def restore_positions(self, rows: torch.Tensor) -> torch.Tensor:
-        """What there is one of a position, `(B·S, ...)`, as `(B, *positions, ...)`."""
+        """One entry per position, `(B·S, ...)`, as `(B, *positions, ...)`."""
         if not self.shape:  # one position: the rows are the examples
             return rows
         return rows.unflatten(0, (-1, *self.shape))
+
+
+def check_outputs(
+    f: Any, layout: OutputLayout = OutputLayout.FLAT, size: int | None = None
+) -> torch.Tensor:
+    """A model output for `size` examples must be a tensor of the layout's shape."""
+    if not isinstance(f, torch.Tensor):
+        raise TypeError(
+            f"The model must return a tensor (B, C), got {type(f).__name__}. Wrap it "
+            "in a module that returns the logits or means."
+        )
+    if layout is OutputLayout.FLAT and f.ndim != 2:
+        raise ValueError(
+            f"The model must return a matrix (B, C), got shape {tuple(f.shape)}. "
+            "For outputs at many positions pass output_layout='channels_last' "
+            "(B, ..., C) or 'channels_first' (B, C, ...); for one output, return "
+            "shape (B, 1)."
+        )
+    if layout is not OutputLayout.FLAT and f.ndim < 2:
+        raise ValueError(
+            f"output_layout={layout.value!r} expects an output with a batch and a "
+            f"channel dimension, got shape {tuple(f.shape)}."
+        )
+    if size is not None and len(f) != size:
+        raise ValueError(
+            f"The model must return one output per example, got shape "
+            f"{tuple(f.shape)} for {size} examples. The first dimension of inputs and "
+            "outputs must be the batch; of a mapping, dict_key_x names the tensor that "
+            "tells how many examples there are."
+        )
+    return f

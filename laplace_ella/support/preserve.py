@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,7 +20,37 @@ __all__ = [
     "evaluation_mode",
     "full_precision",
     "random_states",
+    "undisturbed",
 ]
+
+#: One lock per model: modes, buffers and global random states are switched while it is
+#: differentiated, so that two threads must not do so at the same time.
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # type: ignore[type-arg]
+_locks_guard = threading.Lock()
+
+
+def _lock_of(model: nn.Module) -> Any:
+    with _locks_guard:
+        return _locks.setdefault(model, threading.RLock())
+
+
+@contextmanager
+def undisturbed(
+    model: nn.Module, *loaders: Any, create_graph: bool = False
+) -> Iterator[None]:
+    """Eval mode, no graph unless asked for, and all of the user's restored on exit.
+
+    One thread at a time: another one that works with the same model waits.
+    """
+    device = next(model.parameters()).device
+    with (
+        _lock_of(model),
+        torch.inference_mode(False),  # derivatives need what it leaves out
+        evaluation_mode(model),
+        random_states(device, *loaders),
+        torch.set_grad_enabled(create_graph),
+    ):
+        yield
 
 
 def full_precision(device: torch.device) -> torch.autocast:
@@ -28,9 +60,17 @@ def full_precision(device: torch.device) -> torch.autocast:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Run the block in eval mode; modes and buffers are restored on any exit."""
+    """Run the block in eval mode; modes and buffers are restored on any exit.
+
+    A forward pass may write into a buffer or put another tensor in its place.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(b, b._version, b.detach().clone()) for b in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer._version, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     model.eval()
     try:
         yield
@@ -38,9 +78,30 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         with torch.no_grad():
-            for buffer, version, value in buffers:
+            for module, name, buffer, version, value in buffers:
                 if buffer._version != version:
                     buffer.copy_(value)
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
+
+
+def _generators(loaders: tuple[Any, ...]) -> list[torch.Generator]:
+    """Generators that a pass over the loaders may draw from, wherever they are kept."""
+    found: dict[int, torch.Generator] = {}
+    for loader in loaders:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        owners = (
+            loader,
+            getattr(loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+            getattr(loader, "dataset", None),
+        )
+        for owner in owners:
+            for value in getattr(owner, "__dict__", {}).values():
+                if isinstance(value, torch.Generator):
+                    found[id(value)] = value
+    return list(found.values())
 
 
 @contextmanager
@@ -51,12 +112,7 @@ def random_states(device: torch.device, *loaders: Any) -> Iterator[None]:
     and augmentations draw from all three.
     """
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
-    generators = [
-        generator
-        for loader in loaders
-        for owner in (loader, getattr(loader, "sampler", None))
-        if isinstance(generator := getattr(owner, "generator", None), torch.Generator)
-    ]
+    generators = _generators(loaders)
     with _disable_current_modes():  # a state is bytes, also below fake tensors
         torch_state = torch.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(device) if on_gpu else None

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import re
 import threading
 import time
 from pathlib import Path
 
 import torch
 
-__all__ = ["Stopwatch", "available_memory", "human_bytes"]
+__all__ = [
+    "Stopwatch",
+    "available_memory",
+    "budget_of",
+    "human_bytes",
+    "parse_bytes",
+]
+
+#: Share of the free memory that is used if no budget is given.
+SHARE_OF_FREE = 0.7
 
 #: Seconds between two readings of the resident set size.
 SAMPLING_INTERVAL = 0.005
@@ -81,6 +92,35 @@ def _release_freed_memory() -> None:
         pass  # not glibc: the peak is then a lower bound
 
 
+def parse_bytes(budget: int | float | str) -> int:
+    """Bytes from a number or a text like '8 GB', '500MB', '2GiB'."""
+    if isinstance(budget, (int, float)) and not isinstance(budget, bool):
+        value = float(budget)
+    else:
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kMGT]?)(i?)B?\s*", str(budget))
+        if match is None:
+            raise ValueError(
+                f"memory_budget must be bytes or a text like '8 GB', got {budget!r}."
+            )
+        number, prefix, binary = match.groups()
+        value = float(number) * (1024 if binary else 1000) ** " kMGT".index(
+            prefix or " "
+        )
+    if not value > 0 or not math.isfinite(value):
+        raise ValueError(f"memory_budget must be positive, got {budget!r}.")
+    return int(value)
+
+
+def budget_of(device: torch.device, budget: int | float | str | None) -> int:
+    """The budget asked for, or a share of what is free on the device."""
+    if budget is not None:
+        return parse_bytes(budget)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return 2**62  # fake tensors take no memory
+    free = available_memory(device)
+    return 2**62 if free is None else int(SHARE_OF_FREE * free)
+
+
 class Stopwatch:
     """Wall-clock seconds and peak memory of a block.
 
@@ -122,10 +162,10 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
             peak = torch.cuda.max_memory_allocated(self.device)
             self.seconds = time.perf_counter() - self._start
-            self.peak_bytes = peak - self._before
+            self.peak_bytes = peak - (self._before or 0)
             return
         self.seconds = time.perf_counter() - self._start
-        if self._before is not None:
+        if self._before is not None and self._peak is not None:
             self._done.set()
             self._thread.join()
             self._peak = max(self._peak, _resident_bytes() or 0)
@@ -133,4 +173,4 @@ class Stopwatch:
 
     def _sample(self) -> None:
         while not self._done.wait(SAMPLING_INTERVAL):
-            self._peak = max(self._peak, _resident_bytes() or 0)
+            self._peak = max(self._peak or 0, _resident_bytes() or 0)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from laplace_ella.posterior import likelihood
+from laplace_ella.derivatives.features import Features
+from laplace_ella.derivatives.linearizer import Linearizer
+from laplace_ella.posterior.inputs import features_for
+from laplace_ella.posterior.likelihood import IGNORED
+from laplace_ella.posterior.observation import ObservationModel
+from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.support.checks import check_finite
 
 if TYPE_CHECKING:
-    from laplace_ella.ella import ELLALaplace
-    from laplace_ella.posterior.subspace import SubspacePosterior
+    from torch.utils.data import DataLoader
 
-__all__ = ["FeatureCache"]
+    from laplace_ella.ella import ELLALaplace
+
+__all__ = ["FeatureCache", "cache_loader"]
+
+#: What belongs to the examples, one row each, and is sliced with them.
+_PER_ROW = ("f_mu", "phi", "targets", "residual")
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,7 @@ class FeatureCache:
     They depend on neither prior, noise, temperature nor link, and the features of a
     lower rank k are the first k columns: studies of all of these cost no further pass
     through the network. (With `complement="prior"` and a prior that is not scalar they
-    do depend on the prior.)
+    do depend on the prior, and are refused under another one.)
 
     Models with outputs at many positions have a row for each position of each example,
     less those whose target is not observed.
@@ -39,66 +48,166 @@ class FeatureCache:
         `(N, C, K)`
     targets : torch.Tensor
         `(N, ...)`
-    kernel : torch.Tensor, optional
-        J(x)J(x)ᵀ `(N, C, C)`, where the complement is kept
+    residual : torch.Tensor, optional
+        the part of J(x)D⁻¹J(x)ᵀ outside the basis, `(N, C, C)`, for the complement;
+        with D = 1 it holds for every scalar prior
+    spectrum : torch.Tensor, optional
+        eigenvalues of the basis `(K,)`, by which it is recognised
+    prior : torch.Tensor, optional
+        the prior precision that features and residual were made for, if it is not
+        scalar
 
     Examples
     --------
-    >>> cache = FeatureCache.from_loader(la, test_loader)     # doctest: +SKIP
-    >>> for la.prior_precision in (0.1, 1.0, 10.0):           # doctest: +SKIP
-    ...     probs = la.predict_from_features(cache.f_mu, cache.phi)
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> loader = DataLoader(TensorDataset(torch.randn(9, 2), torch.randn(9, 1)), 3)
+    >>> la = Laplace(torch.nn.Linear(2, 1), "regression", "all", "nystrom",
+    ...              n_eigenvalues=3)
+    >>> la.fit(loader)
+    >>> cache = FeatureCache.from_loader(la, loader)
+    >>> for la.prior_precision in (0.1, 1.0, 10.0):
+    ...     mean, variance = la.predict_from_cache(cache, diagonal_output=True)
+    >>> variance.shape
+    torch.Size([9, 1])
     """
 
     f_mu: torch.Tensor
     phi: torch.Tensor
     targets: torch.Tensor
-    kernel: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    spectrum: torch.Tensor | None = None
+    prior: torch.Tensor | None = None
 
     @classmethod
     def from_loader(
-        cls,
-        la: ELLALaplace,
-        loader: DataLoader,
-        progress_bar: bool = False,
-        posterior: SubspacePosterior | None = None,
+        cls, la: ELLALaplace, loader: DataLoader, progress_bar: bool = False
     ) -> FeatureCache:
-        """Compute the features of every example of a loader.
+        """Compute the features of every example of a loader, for the posterior of
+        `la` as it is: its rank, its complement and the shape of its prior."""
+        return la.cache_features(loader, progress_bar)
 
-        `posterior` stands in for `la.posterior`, for another prior or basis.
+    @classmethod
+    def of(
+        cls,
+        features: Features,
+        targets: torch.Tensor,
+        posterior: SubspacePosterior,
+        observed: torch.Tensor | None = None,
+    ) -> FeatureCache:
+        """A batch of features with its targets, less the rows without one."""
+        cache = cls(
+            features.f,
+            features.phi,
+            targets.to(features.f.device),
+            features.residual,
+            posterior.basis.eigenvalues,
+            posterior.prior if posterior.weighs_gradients else None,
+        )
+        if observed is None or not features.positions.shape:
+            return cache
+        return cache[observed.to(features.f.device)]
+
+    @classmethod
+    def concatenate(cls, caches: Sequence[FeatureCache]) -> FeatureCache:
+        """One cache of several, made with the same basis and prior.
+
+        Where some lack the residual, so does the whole.
         """
-        posterior = la.posterior if posterior is None else posterior
-        parts = []
-        with la._undisturbed(loader):
-            for x, y in la._batches(loader, "[Features]", progress_bar):
-                f, phi, kernel = la._kernel_features(x, posterior)
-                y = la._target_rows(f, y)
-                part = (f, phi, y) if kernel is None else (f, phi, y, kernel)
-                known = likelihood.observed(y, la._family)
-                if known is not None and la._positions.shape:
-                    part = tuple(tensor[known] for tensor in part)
-                parts.append(part)
-        if not parts:
-            raise ValueError("The loader yielded no batch; there is nothing to cache.")
-        if not any(len(f) for f, *_ in parts):
-            raise ValueError(
-                f"No position has a target, all are {likelihood.IGNORED}; there is "
-                "nothing to cache or compare with."
-            )
-        return cls(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        if not caches:
+            raise ValueError("There is nothing to concatenate: got no cache.")
+        first = caches[0]
+        for other in caches[1:]:
+            if not _same(first.spectrum, other.spectrum):
+                raise ValueError("The caches were made with different bases.")
+            if not _same(first.prior, other.prior):
+                raise ValueError("The caches were made for different priors.")
+
+        def together(name: str) -> torch.Tensor | None:
+            parts = [getattr(cache, name) for cache in caches]
+            return None if any(p is None for p in parts) else torch.cat(parts)
+
+        return replace(first, **{name: together(name) for name in _PER_ROW})
 
     def __len__(self) -> int:
         return len(self.f_mu)
 
+    @property
+    def rank(self) -> int:
+        """K."""
+        return self.phi.shape[-1]
+
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: t for name, t in vars(self).items() if t is not None}
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: t for name, t in named.items() if t is not None}
 
     def truncate(self, rank: int) -> FeatureCache:
-        """The features of the first `rank` directions."""
-        return FeatureCache(self.f_mu, self.phi[..., :rank], self.targets, self.kernel)
+        """The features of the first `rank` directions.
+
+        What is cut off of the features lies outside the basis then.
+        """
+        if rank > self.rank:
+            raise ValueError(
+                f"The cache has the features of {self.rank} directions, {rank} were "
+                "asked for; make it with the larger basis."
+            )
+        if rank == self.rank:
+            return self
+        residual = self.residual
+        if residual is not None and self.prior is not None:
+            raise ValueError(
+                "Features for a prior that is not scalar cannot be truncated: make the "
+                "cache again after truncating the posterior."
+            )
+        if residual is not None:
+            beyond = self.phi[..., rank:]
+            residual = residual + beyond @ beyond.mT
+        spectrum = None if self.spectrum is None else self.spectrum[:rank]
+        return replace(
+            self, phi=self.phi[..., :rank], residual=residual, spectrum=spectrum
+        )
+
+    def without_residual(self) -> FeatureCache:
+        """For posteriors that drop their complement, in less memory.
+
+        Features for a prior that is not scalar serve only with their residual.
+        """
+        if self.prior is not None:
+            raise ValueError(
+                "These features are for complement='prior' with a prior that is not "
+                "scalar; make the cache again with complement='drop'."
+            )
+        return replace(self, residual=None)
+
+    def serving(self, posterior: SubspacePosterior) -> FeatureCache:
+        """What a posterior needs of this cache, or an error that says why it has not
+        got it."""
+        basis = posterior.basis.eigenvalues
+        cache = self.truncate(posterior.rank)
+        if cache.spectrum is not None and not _same(cache.spectrum, basis):
+            raise ValueError(
+                "The cache was made with another basis than the posterior has; make "
+                "it again with this posterior."
+            )
+        needed = posterior.prior if posterior.weighs_gradients else None
+        if not _same(cache.prior, needed):
+            raise ValueError(
+                "The cache was made for "
+                f"{_describe(cache.prior)}, the posterior has {_describe(needed)}. "
+                "With complement='prior' and a prior that is not scalar, features "
+                "depend on the prior; make the cache again with this posterior."
+            )
+        if not posterior.needs_residual:
+            return replace(cache, residual=None)
+        return cache
 
     def __getitem__(self, index: slice | torch.Tensor) -> FeatureCache:
         """Some of the examples."""
-        return FeatureCache(**{k: t[index] for k, t in self._tensors().items()})
+        return replace(
+            self, **{k: t[index] for k, t in self._tensors().items() if k in _PER_ROW}
+        )
 
     def batches(self, size: int = 1024) -> Iterator[FeatureCache]:
         """The cache in pieces, for links that need memory."""
@@ -118,4 +227,49 @@ class FeatureCache:
         cls, path: str | PathLike[str], device: torch.device | str = "cpu"
     ) -> FeatureCache:
         """Read what `save` wrote."""
-        return cls(**torch.load(path, map_location=device, weights_only=True))
+        tensors = torch.load(path, map_location=device, weights_only=True)
+        known = {field.name for field in fields(cls)}
+        required = {"f_mu", "phi", "targets"}
+        if not isinstance(tensors, dict) or not required <= tensors.keys() <= known:
+            got = sorted(tensors) if isinstance(tensors, dict) else type(tensors)
+            raise ValueError(
+                f"{path} is not a feature cache: expected {sorted(required)} among its "
+                f"entries and none but {sorted(known)}, got {got}. Make it again."
+            )
+        return cls(**tensors)
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two recorded tensors are both missing, or equal on whatever device."""
+    if a is None or b is None:
+        return a is b
+    return a is b or (a.shape == b.shape and torch.equal(a, b.to(a)))
+
+
+def _describe(prior: torch.Tensor | None) -> str:
+    return "any scalar prior" if prior is None else f"one prior of {len(prior)} values"
+
+
+def cache_loader(
+    posterior: SubspacePosterior,
+    linearizer: Linearizer,
+    observation: ObservationModel,
+    batches: Iterable[tuple[Any, torch.Tensor]],
+) -> FeatureCache:
+    """Features and targets of all batches (inputs on the device, targets)."""
+    parts, finite = [], []
+    for x, y in batches:
+        features = features_for(posterior, linearizer, x)
+        rows, known = observation.rows(y, len(features.f), features.positions)
+        finite.append(features.is_finite())
+        parts.append(FeatureCache.of(features, rows, posterior, known))
+    check_finite(finite, "outputs or features", "of the validation data")
+    if not parts:
+        raise ValueError("The loader yielded no batch; there is nothing to cache.")
+    cache = FeatureCache.concatenate(parts)
+    if not len(cache):
+        raise ValueError(
+            f"No position has a target, all are {IGNORED}; there is nothing to cache "
+            "or compare with."
+        )
+    return cache

@@ -1,13 +1,14 @@
 """One fit under many scalar priors and temperatures, in its curvature's eigenbasis.
 
 G = f·H + δI has the eigenvectors of H = UΛUᵀ, whatever f and δ are. With features
-turned to φU once, a candidate costs K products an output where φG^{-1/2} costs K², and
-what the complement adds, (k − φφᵀ)/δ, is there once up to the factor 1/δ.
+turned to φU once, a candidate costs K products per output where φG^{-1/2} costs K²,
+and its evidence K operations where a factorisation takes K³.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -30,32 +31,50 @@ class EigenPosterior:
         f = 1/(σ²T), a scalar
     prior : torch.Tensor
         δ `(1,)`
-    needs_kernel : bool
+    needs_residual : bool
         whether the complement is kept at the prior
     """
 
     eigenvalues: torch.Tensor
     factor: torch.Tensor
     prior: torch.Tensor
-    needs_kernel: bool
+    needs_residual: bool
 
     @property
     def rank(self) -> int:
         return len(self.eigenvalues)
 
-    def with_(self, **changes: torch.Tensor) -> EigenPosterior:
+    def with_(self, **changes: Any) -> EigenPosterior:
         """The same posterior with another prior or factor."""
         return replace(self, **changes)
 
+    @property
+    def log_det_ratio(self) -> torch.Tensor:
+        """log det(f·H + δI) − K log δ, whatever becomes of the complement."""
+        ratio = self.factor.double() / self.prior.double()
+        return torch.log1p(ratio * self.eigenvalues).sum()
+
     def function_values(
-        self, f_mu: torch.Tensor, phi: torch.Tensor, kernel: torch.Tensor | None
+        self, f_mu: torch.Tensor, phi: torch.Tensor, residual: torch.Tensor | None
     ) -> FunctionValues:
         """Gaussian over f(x) from outputs, turned features and their residual."""
         precision = self.factor.double() * self.eigenvalues + self.prior.double()
         factor = phi * precision.rsqrt().to(phi)
-        if not self.needs_kernel:
+        if not self.needs_residual or residual is None:
             return FunctionValues(f_mu, factor)
-        return FunctionValues(f_mu, factor, kernel / self.prior.to(kernel))
+        return FunctionValues(f_mu, factor, residual / self.prior.to(residual))
+
+
+def eigenbasis(posterior: SubspacePosterior) -> tuple[EigenPosterior, torch.Tensor]:
+    """A posterior with a scalar prior in the eigenbasis U `(K, K)` of its curvature."""
+    eigenvalues, U = torch.linalg.eigh(posterior.H.double())
+    turned = EigenPosterior(
+        eigenvalues.clamp_min(0),
+        posterior.factor,
+        posterior.prior,
+        posterior.needs_residual,
+    )
+    return turned, U
 
 
 def turn(
@@ -63,19 +82,9 @@ def turn(
 ) -> tuple[EigenPosterior, FeatureCache]:
     """Posterior and features in the eigenbasis; the prior must be scalar.
 
-    The features are copied. Where the complement is kept, what takes the place of the
-    kernel is its part outside of the subspace.
+    The features are copied.
     """
-    eigenvalues, U = torch.linalg.eigh(posterior.H.double())
-    turned = EigenPosterior(
-        eigenvalues.clamp_min(0),
-        posterior.factor,
-        posterior.prior,
-        posterior.needs_kernel,
-    )
-    cache = cache.truncate(turned.rank)
-    phi = cache.phi @ U.to(cache.phi)
-    kernel = None
-    if posterior.needs_kernel:
-        kernel = posterior.check_kernel(cache.kernel) - phi @ phi.mT
-    return turned, FeatureCache(cache.f_mu, phi, cache.targets, kernel)
+    turned, U = eigenbasis(posterior)
+    cache = cache.serving(posterior)
+    # The turned features are no longer those of the basis: no spectrum.
+    return turned, replace(cache, phi=cache.phi @ U.to(cache.phi), spectrum=None)

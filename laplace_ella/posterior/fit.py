@@ -1,0 +1,112 @@
+"""What a fit produces: one frozen value, and the sums over data that lead to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from laplace_ella.posterior import likelihood
+from laplace_ella.posterior.basis import NystromBasis
+from laplace_ella.posterior.likelihood import Family
+from laplace_ella.posterior.observation import ObservationModel
+from laplace_ella.posterior.subspace import Complement, SubspacePosterior
+
+__all__ = ["Fit", "Sums"]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a pass over the data adds up.
+
+    Attributes
+    ----------
+    H : torch.Tensor
+        Σ φᵀΛφ `(K, K)`, float64; per output `(C, K, K)` where their noises differ
+    loss : torch.Tensor
+        summed over the data, a scalar, or per output `(C,)`, float64
+    n_data : int
+        N
+    """
+
+    H: torch.Tensor
+    loss: torch.Tensor
+    n_data: int
+
+    @classmethod
+    def zero(cls, rank: int, n_noises: int, device: torch.device) -> Sums:
+        """Nothing added up yet; output by output if there are several noises."""
+        each = (n_noises,) if n_noises > 1 else ()
+        H = torch.zeros(*each, rank, rank, dtype=torch.float64, device=device)
+        return cls(H, H.new_zeros(each), 0)
+
+    def add(
+        self, f: torch.Tensor, psi: torch.Tensor, y: torch.Tensor, family: Family
+    ) -> Sums:
+        """The sums with further examples: outputs (b, S, C), targets (b, S, ...) and
+        curvature roots (b, ..., K), or (b, S, C, K) where outputs are kept apart."""
+        loss = likelihood.losses(f.flatten(0, 1), y.flatten(0, 1), family)
+        if self.H.ndim == 3:
+            H = torch.einsum("bsck,bscl->ckl", psi, psi)
+        else:
+            flat = psi.flatten(0, -2)
+            H, loss = flat.mT @ flat, loss.sum()
+        return Sums(self.H + H, self.loss + loss, self.n_data + len(f))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted posterior up to the hyperparameters.
+
+    Attributes
+    ----------
+    basis : NystromBasis
+    sums : Sums
+        curvature and loss of the data that were added up, none after `fit_basis`
+    output_shape : tuple of int
+        of one training example, all positions
+    mean : torch.Tensor
+        θ̂ `(P,)`
+    history : tuple of dict
+        'n_data' and validation 'loss' in the course of the fit
+    """
+
+    basis: NystromBasis
+    sums: Sums
+    output_shape: tuple[int, ...]
+    mean: torch.Tensor
+    history: tuple[dict[str, float], ...] = ()
+
+    @property
+    def n_outputs(self) -> int:
+        """Outputs per example, at all positions."""
+        return math.prod(self.output_shape)
+
+    def truncate(self, rank: int) -> Fit:
+        """The fit with the first `rank` directions: bases are nested."""
+        sums = replace(self.sums, H=self.sums.H[..., :rank, :rank])
+        return replace(self, basis=self.basis.truncate(rank), sums=sums)
+
+    def check_noises(self, n_noises: int) -> None:
+        """Several noises need curvature that was added up output by output."""
+        H = self.sums.H
+        if H.ndim == 2:
+            raise ValueError(
+                "This posterior was fitted with one sigma_noise for all outputs. Set "
+                f"the {n_noises} values before fit()."
+            )
+        if len(H) != n_noises:
+            raise ValueError(
+                f"sigma_noise has {n_noises} values, the model {len(H)} outputs."
+            )
+
+    def posterior(
+        self,
+        observation: ObservationModel,
+        prior: torch.Tensor,
+        complement: Complement,
+    ) -> SubspacePosterior:
+        """The posterior under given hyperparameters."""
+        H, factor = observation.weigh(self.sums.H)
+        return SubspacePosterior(self.basis, H, factor, prior, complement)

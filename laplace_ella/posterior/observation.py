@@ -1,0 +1,109 @@
+"""What is assumed of the targets: their distribution, their layout and their noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from laplace_ella import metrics
+from laplace_ella.posterior import likelihood
+from laplace_ella.posterior.likelihood import Family
+from laplace_ella.support.layout import OutputLayout, Positions
+
+__all__ = ["ObservationModel"]
+
+
+@dataclass(frozen=True)
+class ObservationModel:
+    """How targets arise from the outputs of the model.
+
+    Attributes
+    ----------
+    family : Family
+        distribution of the targets at one position
+    layout : OutputLayout
+        where the outputs have their channels
+    sigma_noise : torch.Tensor
+        standard deviation of the noise, for regression: a scalar, or one per output
+        `(C,)`
+    temperature : float or torch.Tensor
+        T, by which the log likelihood is divided
+    """
+
+    family: Family
+    layout: OutputLayout
+    sigma_noise: torch.Tensor
+    temperature: float | torch.Tensor
+
+    @property
+    def has_several_noises(self) -> bool:
+        """Whether the outputs differ in their noise."""
+        return self.sigma_noise.numel() > 1
+
+    def check_noise(self, positions: Positions) -> None:
+        """As many noises as there are outputs at a position, if not one for all."""
+        n, C = self.sigma_noise.numel(), positions.n_channels
+        if n not in (1, C):
+            raise ValueError(
+                f"sigma_noise has {n} values, the model {C} outputs"
+                f"{' at each position' if positions.shape else ''}: pass one "
+                "number, or one for each output."
+            )
+
+    def rows(
+        self, y: torch.Tensor, n_rows: int, positions: Positions
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Checked targets as rows, and which of these are observed (None for all)."""
+        size = n_rows // positions.n_positions
+        y = likelihood.target_rows(y, size, positions, self.family)
+        known = likelihood.observed(y, self.family)
+        return y, known
+
+    def weigh(self, H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Curvature `(K, K)` and the factor f it is multiplied by.
+
+        Curvature per output, `(C, K, K)`, is weighted by the output's noise.
+        """
+        sigma = self.sigma_noise
+        temperature = torch.as_tensor(
+            self.temperature, dtype=sigma.dtype, device=sigma.device
+        )
+        if H.ndim == 2:
+            return H, 1 / sigma.square() / temperature
+        precisions = sigma.double().square().reciprocal().expand(len(H))
+        return torch.einsum("c,ckl->kl", precisions, H), 1 / temperature
+
+    def log_likelihood(
+        self, loss: torch.Tensor, n_data: int, n_outputs: int
+    ) -> torch.Tensor:
+        """Log likelihood of N data from their loss, differentiable in the noise.
+
+        `loss` is a sum over all outputs, or one value per output `(C,)`.
+        """
+        sigma = self.sigma_noise
+        factor = 1 / sigma.square() / self.temperature
+        if not self.family.is_regression:
+            return -(factor * loss).sum()
+        loss = loss.reshape(-1)
+        n_each = n_data * n_outputs / loss.numel()
+        noise = sigma.reshape(-1).expand_as(loss)
+        normalizer = n_each * (noise * math.sqrt(2 * math.pi)).log()
+        return -(factor * loss + normalizer).sum()
+
+    def default_loss(self) -> Callable[..., float]:
+        """Negative log likelihood of predictions, the loss of every search.
+
+        Regression takes means, variances of the function `(N, C)` and targets.
+        """
+        if not self.family.is_regression:
+            bernoulli = self.family is Family.BERNOULLI
+            return metrics.bernoulli_nll if bernoulli else metrics.nll
+        noise = self.sigma_noise.detach().square()
+
+        def nll(mean: torch.Tensor, var: torch.Tensor, y: torch.Tensor) -> float:
+            return metrics.gaussian_nll(mean, var + noise.to(var), y)
+
+        return nll

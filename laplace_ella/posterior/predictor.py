@@ -1,0 +1,166 @@
+"""Predictions of a posterior at new inputs: function values, links and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from laplace.utils.enums import LinkApprox
+
+from laplace_ella.derivatives.linearizer import Linearizer
+from laplace_ella.posterior import predictive
+from laplace_ella.posterior.inputs import features_for
+from laplace_ella.posterior.likelihood import Family
+from laplace_ella.posterior.predictive import FunctionValues
+from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.support.layout import OutputLayout, Positions
+from laplace_ella.support.metric import split_gradients
+from laplace_ella.support.preserve import full_precision
+
+__all__ = ["Predictor", "class_dim"]
+
+
+def class_dim(layout: OutputLayout) -> int:
+    """Dimension of the C classes in samples `(n, B, ...)`."""
+    return 2 if layout is OutputLayout.CHANNELS_FIRST else -1
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A posterior together with the model whose outputs it is about.
+
+    Inputs are on the model's device; results have the shape of the model's output.
+
+    Attributes
+    ----------
+    posterior : SubspacePosterior
+    linearizer : Linearizer
+    family : Family
+    create_graph : bool
+        whether results can be differentiated with respect to the inputs
+    """
+
+    posterior: SubspacePosterior
+    linearizer: Linearizer
+    family: Family
+    create_graph: bool = False
+
+    def function_values(self, x: Any) -> tuple[FunctionValues, Positions]:
+        """Gaussian over the outputs, rows `(B·S, C)`, and where the rows belong."""
+        features = features_for(self.posterior, self.linearizer, x, self.create_graph)
+        with full_precision(self.linearizer.device):
+            values = self.posterior.function_values(
+                features.f, features.phi, features.residual
+            )
+        return values, features.positions
+
+    def marginal(
+        self, x: Any, diagonal_output: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean, and covariance of the C outputs at each position; variances in the
+        shape of the output if `diagonal_output`."""
+        values, positions = self.function_values(x)
+        mean = positions.restore(values.mean)
+        with full_precision(self.linearizer.device):
+            if diagonal_output:
+                return mean, positions.restore(values.variance())
+            return mean, positions.restore_positions(values.covariance())
+
+    def probabilities(
+        self,
+        x: Any,
+        link_approx: LinkApprox,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+    ) -> torch.Tensor:
+        """Probabilities of classes or labels, by one of Laplace's links."""
+        values, positions = self.function_values(x)
+        with full_precision(self.linearizer.device):
+            rows = predictive.class_probabilities(
+                values, link_approx, n_samples, diagonal_output, generator, self.family
+            )
+        return positions.restore(rows)
+
+    def samples(
+        self,
+        x: Any,
+        n_samples: int,
+        generator: torch.Generator | None,
+        diagonal_output: bool = False,
+    ) -> torch.Tensor:
+        """Function values `(n_samples, B, ...)`, independent between inputs."""
+        values, positions = self.function_values(x)
+        with full_precision(self.linearizer.device):
+            rows = predictive.draw(values, n_samples, generator, diagonal_output)
+        return positions.restore(rows.flatten(0, 1)).unflatten(0, (n_samples, -1))
+
+    # Jointly over all inputs
+
+    def _joint_parts(
+        self, x: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Outputs as the model gives them, features `(n, K)` and, if needed, residual
+        `(n, n)` of all n = B·S·C function values."""
+        if not self.posterior.needs_residual:
+            features = features_for(
+                self.posterior, self.linearizer, x, self.create_graph
+            )
+            phi = features.positions.outputs(features.phi).flatten(0, 1)
+            return features.positions.restore(features.f), phi, None
+        f, J, positions = self.linearizer.jacobian(x, self.create_graph)
+        phi, rest = self.split(J.flatten(0, 1))
+        return f.unflatten(1, positions.output_shape), phi, rest @ rest.mT
+
+    def split(self, J: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features and whitened rest of gradients `(..., P)`, see `split_gradients`."""
+        directions = self.posterior.basis.directions.to(J)
+        with full_precision(J.device):
+            return split_gradients(J, directions, self.posterior.metric)
+
+    def joint(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean `(n,)` and covariance `(n, n)` of all n = B·S·C function values."""
+        f, phi, residual = self._joint_parts(x)
+        with full_precision(self.linearizer.device):
+            return f.flatten(), self.posterior.joint_covariance(phi, residual)
+
+    def joint_samples(
+        self, x: Any, n_samples: int, generator: torch.Generator | None
+    ) -> torch.Tensor:
+        """Samples `(n_samples, B, ...)` of one function each, seen at all inputs."""
+        f, phi, residual = self._joint_parts(x)
+        with full_precision(self.linearizer.device):
+            root = self.posterior.joint_root(phi, residual)  # (n, R)
+            noise = torch.randn(
+                n_samples,
+                root.shape[1],
+                generator=generator,
+                dtype=root.dtype,
+                device=root.device,
+            )
+            return f + (noise @ root.mT).unflatten(-1, f.shape)
+
+    def network_samples(
+        self, x: Any, weights: Iterable[torch.Tensor], **model_kwargs: Any
+    ) -> torch.Tensor:
+        """Outputs of the network with each of the weights `(P,)`; its own stay."""
+        fn = self.linearizer.fn
+        dtypes = [p.dtype for p in fn.parameters()]
+        outputs = []
+        for theta in weights:  # one by one: a sample is as large as the model
+            params = [t.to(d) for t, d in zip(fn.split(theta), dtypes, strict=True)]
+            outputs.append(fn(params, x, **model_kwargs).to(fn.dtype))
+        return torch.stack(outputs)
+
+    # From Jacobians that are given
+
+    def covariance_of(self, J: torch.Tensor, joint: bool = False) -> torch.Tensor:
+        """Output covariance `(B, C, C)` for Jacobians `(B, C, P)`, or one matrix."""
+        phi, rest = self.split(J.flatten(0, 1) if joint else J)
+        residual = rest @ rest.mT if self.posterior.needs_residual else None
+        if joint:
+            return self.posterior.joint_covariance(phi, residual)
+        mean = phi[..., 0]  # of the right shape; it plays no part in the covariance
+        return self.posterior.function_values(mean, phi, residual).covariance()

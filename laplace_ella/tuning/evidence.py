@@ -1,0 +1,161 @@
+"""The evidence of a fit as a function of prior precision and noise, and its maximum.
+
+log p(D) = log p(D|θ̂) − ½ log det ratio − ½ (θ̂ − μ₀)ᵀD(θ̂ − μ₀), a function of frozen
+values: an optimiser that fails leaves the fit as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from tqdm.auto import trange
+
+from laplace_ella.posterior.fit import Fit
+from laplace_ella.posterior.observation import ObservationModel
+from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.tuning.eigenbasis import EigenPosterior, eigenbasis
+
+__all__ = ["Evidence", "climb", "maximize"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Log marginal likelihood of a fit under any prior precision and noise.
+
+    Attributes
+    ----------
+    fit : Fit
+    observation : ObservationModel
+    posterior : SubspacePosterior or EigenPosterior
+        of the fit; the latter for scalar priors and one noise, where a value costs K
+        operations instead of K³
+    square_distance : torch.Tensor
+        (θ̂ − μ₀)² summed up in the structure of the prior: `(1,)`, `(L,)` or `(P,)`,
+        float64
+    """
+
+    fit: Fit
+    observation: ObservationModel
+    posterior: SubspacePosterior | EigenPosterior
+    square_distance: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        fit: Fit,
+        observation: ObservationModel,
+        posterior: SubspacePosterior,
+        prior_mean: torch.Tensor,
+        many: bool = False,
+    ) -> Evidence:
+        """The evidence for priors structured like the posterior's.
+
+        `many` prepares for many evaluations, by one eigendecomposition.
+        """
+        square = (fit.mean - prior_mean).double().square().expand_as(fit.mean)
+        if posterior.is_scalar:
+            square = square.sum().reshape(1)
+        elif posterior.prior.numel() != posterior.n_params:
+            pieces = square.split(list(posterior.basis.numels))
+            square = torch.stack([piece.sum() for piece in pieces])
+        scalar = posterior.is_scalar and fit.sums.H.ndim == 2
+        prepared = eigenbasis(posterior)[0] if many and scalar else posterior
+        return cls(fit, observation, prepared, square)
+
+    def __call__(self, prior: torch.Tensor, sigma_noise: torch.Tensor) -> torch.Tensor:
+        """Differentiable in both, float64."""
+        observation = replace(self.observation, sigma_noise=sigma_noise)
+        H, factor = observation.weigh(self.fit.sums.H)
+        posterior = self.posterior
+        if isinstance(posterior, EigenPosterior):
+            posterior = posterior.with_(factor=factor, prior=prior)
+        else:
+            posterior = posterior.with_(H=H, factor=factor, prior=prior)
+        sums = self.fit.sums
+        fitted = observation.log_likelihood(
+            sums.loss.double(), sums.n_data, self.fit.n_outputs
+        )
+        scatter = (self.square_distance * prior.double()).sum()
+        return fitted - 0.5 * (posterior.log_det_ratio + scatter)
+
+
+def climb(
+    evidence: Evidence,
+    prior: torch.Tensor,
+    n_steps: int,
+    lr: float,
+    progress_bar: bool = False,
+) -> torch.Tensor:
+    """Prior precision after steps of Adam on its logarithm, as Laplace takes them."""
+    log_prior = prior.detach().log()
+    with torch.enable_grad():
+        log_prior = log_prior.requires_grad_()
+        adam = torch.optim.Adam([log_prior], lr=lr)
+        sigma = evidence.observation.sigma_noise.detach()
+        bar = trange(
+            n_steps,
+            desc="[Optimizing marginal likelihood]",
+            disable=not progress_bar,
+        )
+        for _ in bar:
+            adam.zero_grad()
+            (-evidence(log_prior.exp(), sigma)).backward()
+            adam.step()
+    return log_prior.detach().exp()
+
+
+def maximize(
+    evidence: Evidence,
+    prior: torch.Tensor,
+    n_steps: int,
+    lr: float,
+    tune_prior: bool,
+    progress_bar: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sigma_noise and prior precision that maximise the evidence.
+
+    Adam on their logarithms, from their current values, finds the neighbourhood of the
+    maximum, L-BFGS the maximum; whichever was better counts.
+    """
+    log_sigma = evidence.observation.sigma_noise.detach().double().log()
+    log_prior = prior.detach().double().log()
+    log_sigma.requires_grad_()
+    log_prior.requires_grad_(tune_prior)
+    variables = [log_sigma] + [log_prior] * tune_prior
+    best: tuple[float, torch.Tensor, torch.Tensor] | None = None
+
+    def closure() -> torch.Tensor:
+        nonlocal best
+        for variable in variables:
+            variable.grad = None
+        loss = -evidence(log_prior.exp(), log_sigma.exp())
+        loss.backward()
+        value = float(loss.detach())
+        if value < (float("inf") if best is None else best[0]):
+            best = value, log_sigma.detach().clone(), log_prior.detach().clone()
+        return loss
+
+    def restart() -> tuple[torch.Tensor, torch.Tensor]:
+        if best is None:
+            raise ValueError(
+                "The evidence is NaN or infinite from the start: sigma_noise "
+                f"{evidence.observation.sigma_noise.tolist()}, loss of the training "
+                f"data {evidence.fit.sums.loss.tolist()}. Nothing was changed; check "
+                "the targets and start from other values."
+            )
+        return best[1], best[2]
+
+    with torch.enable_grad():
+        adam = torch.optim.Adam(variables, lr=lr)
+        bar = trange(n_steps, desc="[Evidence]", disable=not progress_bar)
+        for _ in bar:
+            adam.step(closure)
+        with torch.no_grad():
+            for variable, value in zip((log_sigma, log_prior), restart(), strict=True):
+                variable.copy_(value)
+        torch.optim.LBFGS(
+            variables, max_iter=n_steps, line_search_fn="strong_wolfe"
+        ).step(closure)
+    sigma, prior = restart()
+    return sigma.exp(), prior.exp()
