@@ -258,15 +258,7 @@ enable_backprop, dict_key_x, dict_key_y
         self, train_loader: Any, balanced: bool, progress_bar: bool
     ) -> Fit:
         """A new basis, and sums of nothing."""
-        basis, output_shape = self.fitter.sample_basis(
-            train_loader, balanced, progress_bar
-        )
-        return Fit(
-            basis,
-            Sums.zero(basis.rank, self.sigma_noise.numel(), self._device),
-            output_shape,
-            self._linearizer.fn.flat(),
-        )
+        return self.fitter.sample_basis(train_loader, balanced, progress_bar)
 
     def _check_balanced(self, train_loader: Any, balanced: bool | None) -> bool:
         """Refuse what cannot work, before anything is computed."""
@@ -291,7 +283,10 @@ enable_backprop, dict_key_x, dict_key_y
             indices = sampling.eligible_indices(train_loader)
             fitter = self.fitter
             probe = fitter.probe(train_loader, indices)
-            return fitter.estimate(probe, len(indices) * math.prod(probe.output_shape))
+            n_pairs = len(indices) * math.prod(probe.output_shape)
+            if self.n_eigenvalues == "exact" or fitter.takes_all(probe, n_pairs):
+                return fitter.estimate_exact(probe, n_pairs)
+            return fitter.estimate(probe, n_pairs)
 
     # Hyperparameters
 

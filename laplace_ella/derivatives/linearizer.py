@@ -9,7 +9,6 @@ Index legend: B batch, S positions, C outputs at each, O = S·C, P parameters, K
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +32,8 @@ from laplace_ella.derivatives.features import (
 from laplace_ella.derivatives.libraries import LIBRARIES, check_rows, rows_by_backend
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.options import ComputeOptions
+from laplace_ella.derivatives.probe import Probe, checked_outputs
+from laplace_ella.derivatives.residuals import residual_parts
 from laplace_ella.derivatives.rows import (
     RowMode,
     jacobian_by_loop,
@@ -47,19 +48,16 @@ from laplace_ella.derivatives.sizes import (
     activation_bytes,
 )
 from laplace_ella.derivatives.trials import Trial, attempt, winner
-from laplace_ella.errors import InsufficientMemoryError, NotDifferentiableError
+from laplace_ella.errors import InsufficientMemoryError
 from laplace_ella.support.batches import Batch, chunks, has_values
 from laplace_ella.support.layout import OutputLayout, Positions, check_outputs
-from laplace_ella.support.metric import Metric, accurate_product, split_gradients
+from laplace_ella.support.metric import Metric, split_gradients
 from laplace_ella.support.preserve import differentiable_kernels, full_precision
 from laplace_ella.support.resources import budget_of, human_bytes
 
 __all__ = ["Linearizer", "Modes", "Probe"]
 
 logger = logging.getLogger("laplace_ella")
-
-#: Gradients (..., P) to their features (..., K) and what is left of them (..., P).
-Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 #: Directions that are fetched at once from another device.
 OFFLOADED_BLOCK = 8
@@ -89,7 +87,8 @@ class Modes:
     ----------
     features : FeatureMode, optional
     together : bool
-        whether all tangents go through the model in one pass
+        whether all tangents, or all rows in reverse mode, go through the model in
+        one pass, not one after the other
     rows : RowMode, optional
         of gradients of single combinations of outputs
     jacobians : RowMode, optional
@@ -123,22 +122,6 @@ class Modes:
         )
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What a forward pass of one example tells.
-
-    Attributes
-    ----------
-    output_shape : tuple of int
-        shape of the model's output without the batch dimension
-    activations : Activations
-        bytes of its intermediate results
-    """
-
-    output_shape: tuple[int, ...]
-    activations: Activations
-
-
 class Linearizer:
     """Derivatives of one model, in the ways that work and are fastest for it.
 
@@ -169,10 +152,22 @@ class Linearizer:
         self._jacobian_modes: dict[bool, RowMode] = {}
         self._probes: dict[tuple[Any, ...], Probe] = {}
         self._compiled: Callable[..., Any] | None = None
+        self._in_dtypes: dict[torch.dtype, Linearizer] = {}
 
     def with_options(self, options: ComputeOptions) -> Linearizer:
         """The same model and layout, computed in another way; nothing is decided."""
         return Linearizer(self.fn, self.layout, self.dict_key_x, options)
+
+    def in_dtype(self, dtype: torch.dtype) -> Linearizer:
+        """The same model and layout, computed in another precision."""
+        if dtype == self.dtype:
+            return self
+        if dtype not in self._in_dtypes:
+            fn = ModelFunction(self.fn.model, self.fn.names, dtype)
+            self._in_dtypes[dtype] = Linearizer(
+                fn, self.layout, self.dict_key_x, self.options
+            )
+        return self._in_dtypes[dtype]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": None}  # compiled code is not picklable
@@ -283,42 +278,7 @@ class Linearizer:
 
     def _run(self, batch: Batch, run: Callable[[], Any]) -> torch.Tensor:
         """The model's output in its natural shape, checked."""
-        try:
-            return check_outputs(run(), self.layout, batch.size)
-        except Exception as error:
-            remedy = self._remedy(batch, error)
-            if remedy is None:
-                raise
-            raise remedy from error
-
-    def _remedy(self, batch: Batch, error: Exception) -> Exception | None:
-        """A clearer error, where the inputs and not the model are at fault."""
-        x = batch.template
-        if isinstance(x, Mapping) and self._takes_keywords(x, error):
-            return TypeError(
-                "The model was called with the whole mapping as its one argument and "
-                f"raised {type(error).__name__}: {error}. It seems to take the entries "
-                f"{sorted(map(str, x))} as keywords. Wrap it: a torch.nn.Module that "
-                "holds it as self.hf, whose forward(self, batch) returns "
-                "self.hf(**batch).logits (without the labels, if there are any)."
-            )
-        if batch.tensors and all(t.ndim < 2 for t in batch.tensors):
-            return ValueError(
-                "The inputs have no other dimension than the batch. If they were meant "
-                "as one example, pass x.unsqueeze(0). With one number per example the "
-                f"model raised {type(error).__name__}: {error}"
-            )
-        return None
-
-    def _takes_keywords(self, x: Mapping[str, Any], error: Exception) -> bool:
-        """Whether the model wants the entries of a mapping, not the mapping."""
-        if isinstance(error, AttributeError) and not str(error):  # of Hugging Face
-            return True
-        try:
-            parameters = inspect.signature(self.fn.model.forward).parameters
-        except (TypeError, ValueError):
-            return False
-        return any(key in parameters for key in x)
+        return checked_outputs(self.fn.model, batch, run, self.layout)
 
     def _positions(self, batch: Batch) -> Positions:
         return self.layout.of(self._probe(batch).output_shape)
@@ -488,7 +448,7 @@ class Linearizer:
 
     def _unit_cotangents(self, batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
         """Cotangents (o, O) that select the outputs (o,)."""
-        return one_hot(outputs, self._n_outputs(batch)).to(self.dtype)
+        return one_hot(outputs.to(self.device), self._n_outputs(batch)).to(self.dtype)
 
     def _differentiate(
         self, batch: Batch, outputs: torch.Tensor, create_graph: bool
@@ -598,29 +558,33 @@ class Linearizer:
         self,
         mode: FeatureMode,
         together: bool,
-        directions: torch.Tensor,
+        V: torch.Tensor,
         create_graph: bool,
     ) -> Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]:
-        """Outputs (b, O) and features (b, O, k) of as many examples as one pass has."""
+        """Outputs (b, O) and features (b, O, k) of the examples of one pass, for the
+        directions Vᵀ (k, P)."""
 
         def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
             way = self._push_forward() if together else by_forward_loop
             with torch.set_grad_enabled(create_graph):
-                return way(self.fn, batch.inputs, directions)
+                return way(self.fn, batch.inputs, V)
 
         def reverse(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            n_outputs = self._n_outputs(batch)
-            order = torch.arange(n_outputs, device=self.device)
-            blocks = [
-                self._project_jacobian(batch, directions, order[block], create_graph)
-                for block in chunks(n_outputs, self._outputs_at_once(batch))
-            ]
-            if len(blocks) == 1:
-                return blocks[0]
-            return blocks[0][0], torch.cat([phi for _, phi in blocks], dim=1)
+            units = partial(self._unit_cotangents, batch)
+            order = torch.arange(self._n_outputs(batch), device=self.device)
+            blocks = order.split(self._outputs_at_once(batch))
+            if together:
+                with torch.set_grad_enabled(create_graph):
+                    parts = [by_reverse(self.fn, batch, V, units(b)) for b in blocks]
+            else:
+                parts = [
+                    by_reverse_loop(self.fn, batch, V, units(b), create_graph)
+                    for b in blocks
+                ]
+            return parts[0][0], torch.cat([phi for _, phi in parts], dim=1)
 
         def double_vjp(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            return by_double_vjp(self.fn, batch.inputs, directions, create_graph)
+            return by_double_vjp(self.fn, batch.inputs, V, create_graph)
 
         ways = {
             FeatureMode.FORWARD: forward,
@@ -628,20 +592,6 @@ class Linearizer:
             FeatureMode.DOUBLE_VJP: double_vjp,
         }
         return ways[mode]
-
-    def _project_jacobian(
-        self,
-        batch: Batch,
-        directions: torch.Tensor,
-        outputs: torch.Tensor,
-        create_graph: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs (b, O) and the features (b, o, k) of `outputs` (o,)."""
-        cotangents = self._unit_cotangents(batch, outputs)
-        if self._jacobian_mode(batch) is RowMode.LOOP:
-            return by_reverse_loop(self.fn, batch, directions, cotangents, create_graph)
-        with torch.set_grad_enabled(create_graph):
-            return by_reverse(self.fn, batch, directions, cotangents)
 
     def _push_forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """Forward mode, compiled at first use if that was asked for."""
@@ -706,12 +656,15 @@ class Linearizer:
     def _try_reverse(
         self, batch: Batch, directions: torch.Tensor
     ) -> dict[tuple[FeatureMode, bool], Trial]:
-        way = FeatureMode.REVERSE, True
-        try:
-            self._jacobian_mode(batch)  # a decision of its own, not part of the timing
-        except NotDifferentiableError as error:
-            return {way: Trial(float("inf"), error)}
-        return {way: self._try(*way, batch, directions)}
+        """Reverse mode in the ways that `row_mode` leaves open."""
+        asked, mode = self.options.row_mode, FeatureMode.REVERSE
+        trials = {}
+        if asked is not RowMode.LOOP:
+            trials[mode, True] = self._try(mode, True, batch, directions)
+        if asked is not RowMode.VMAP:
+            one_by_one = self._try(mode, False, batch, directions)
+            trials[mode, False] = one_by_one.handicapped()
+        return trials
 
     def _try(
         self,
@@ -722,10 +675,13 @@ class Linearizer:
     ) -> Trial:
         """Seconds per example of all directions, from the first block of them."""
         block = self._blocks(mode, batch, directions)[0]
-        if not (together and mode is not FeatureMode.DOUBLE_VJP):
+        one_by_one = mode is FeatureMode.FORWARD and not together
+        if one_by_one or mode is FeatureMode.DOUBLE_VJP:
             block = block[:FEW_DIRECTIONS]
         at_once = self._examples_at_once(mode, together, batch, len(block))
         n = min(at_once, max(batch.size, FEWEST_EXAMPLES))
+        if mode is FeatureMode.REVERSE and not together:
+            n = min(n, 2)  # a loop takes as long per example on a few
         many = self._repeated(batch, n)
         compute = self._feature_function(
             mode, together, block.to(self.device, self.dtype), create_graph=False
@@ -779,85 +735,11 @@ class Linearizer:
             batch.size * S * C * C,
         )
         directions = directions.to(self.device, self.dtype)  # once, not per chunk
-
-        def split(J: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            with full_precision(self.device):
-                return split_gradients(J, directions, metric)
-
-        parts = [
-            part
-            for examples in self._example_parts(batch)
-            for part in self._residual_parts(examples, positions, split, create_graph)
-        ]
+        split = partial(split_gradients, directions=directions, metric=metric)
+        parts = []
+        for part in self._example_parts(batch):
+            at_once = self._outputs_at_once(part)
+            rows_of = partial(self._differentiate, part, create_graph=create_graph)
+            parts += residual_parts(rows_of, split, positions, at_once)
         f, phi, residual = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return Features(f, phi, positions, residual)
-
-    def _residual_parts(
-        self,
-        batch: Batch,
-        positions: Positions,
-        split: Split,
-        create_graph: bool,
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Outputs (r, C), features (r, C, K) and residuals (r, C, C) of some rows.
-
-        Of all rows of the batch, if its Jacobians fit into one pass. Otherwise the
-        batch is one example, of which some positions are taken at a time.
-        """
-        S, C = positions.n_positions, positions.n_channels
-        order = positions.rows(torch.arange(S * C, device=self.device).unsqueeze(0))
-        at_once = self._outputs_at_once(batch)
-        if at_once >= S * C:
-            f, J = self._differentiate(batch, order.flatten(), create_graph)
-            J = J.unflatten(1, (S, C)).flatten(0, 1)  # (b·S, C, P)
-            yield positions.rows(f), *self._square(*split(J))
-        elif at_once >= C:
-            for part in chunks(S, at_once // C):
-                outputs = order[part].flatten()
-                f, J = self._differentiate(batch, outputs, create_graph)
-                J = J.unflatten(1, (-1, C)).squeeze(0)  # (s, C, P)
-                yield positions.rows(f)[part], *self._square(*split(J))
-        else:
-            for s in range(S):
-                f, phi, residual = self._residual_of_position(
-                    batch, order[s], split, max(1, at_once // 2), create_graph
-                )
-                yield positions.rows(f)[s : s + 1], phi, residual
-
-    def _square(
-        self, phi: torch.Tensor, rest: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features as they are, and the products (r, C, C) of the rest (r, C, P)."""
-        with full_precision(self.device):
-            return phi, accurate_product(rest, rest)
-
-    def _residual_of_position(
-        self,
-        batch: Batch,
-        outputs: torch.Tensor,
-        split: Split,
-        at_once: int,
-        create_graph: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Outputs (1, O), features (1, C, K) and residual (1, C, C) from pairs of
-        blocks of rows, of which no more than two are in memory."""
-        blocks = [outputs[part] for part in chunks(len(outputs), at_once)]
-        phis: list[torch.Tensor] = []
-        tiles: dict[tuple[int, int], torch.Tensor] = {}
-        f = None
-        for i, block in enumerate(blocks):
-            f, J = self._differentiate(batch, block, create_graph)
-            phi, left = split(J)
-            phis.append(phi)
-            with full_precision(self.device):
-                tiles[i, i] = accurate_product(left, left)
-            for j in range(i):
-                right = split(self._differentiate(batch, blocks[j], create_graph)[1])[1]
-                with full_precision(self.device):
-                    tiles[i, j] = accurate_product(left, right)
-                    tiles[j, i] = tiles[i, j].mT
-                del right
-        assert f is not None  # there is at least one output
-        n = range(len(blocks))
-        residual = torch.cat([torch.cat([tiles[i, j] for j in n], -1) for i in n], -2)
-        return f, torch.cat(phis, dim=1), residual

@@ -18,7 +18,7 @@ __all__ = ["Trial", "attempt", "winner"]
 W = TypeVar("W", bound=Enum | tuple[Enum, bool])
 
 #: How much faster than the way that should be cheaper another one must be.
-HANDICAP = 1.25
+HANDICAP = 1.1
 
 #: Seconds that one run of a trial may be expected to take.
 LONGEST = 0.5
@@ -26,8 +26,9 @@ LONGEST = 0.5
 #: Every run of a trial has so many times the examples of the one before.
 GROWTH = 8
 
-#: Runs shorter than this are repeated: they are over before the machine is warm.
-SHORT = 0.1
+#: Seconds for which the last run is repeated, at most so many times.
+REPEATED = 0.1
+REPETITIONS = 4
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ def attempt(way: Callable[[int], object], n: int, measure: bool) -> Trial:
     """Run a way on one example, then time it on more of them, up to n.
 
     A way that is slow on one example may be the fastest on hundreds, so the number
-    grows until n, or until a run would take long. Of short runs the better of two
-    counts: what else the machine does can only make them slower.
+    grows until n, or until a run would take long. Of short runs the best counts: what
+    else the machine does can only make them slower.
     """
 
     def timed(size: int) -> float:
@@ -60,15 +61,20 @@ def attempt(way: Callable[[int], object], n: int, measure: bool) -> Trial:
         return time.perf_counter() - start
 
     try:
-        size, seconds = 1, timed(1)  # the first run also warms up
+        size, seconds = 1, timed(1)
+        if measure and seconds < LONGEST:  # the first run also warmed up
+            seconds = min(seconds, timed(1))
         while measure:
             affordable = int(LONGEST * size / max(seconds, 1e-9))
             larger = min(n, GROWTH * size, affordable)
             if larger < min(n, 2 * size) or larger == size:
                 break
             size, seconds = larger, timed(larger)
-        if measure and seconds < SHORT:
-            seconds = min(seconds, timed(size))
+        spent, repetitions = seconds, 0
+        while measure and spent < REPEATED and repetitions < REPETITIONS:
+            again = timed(size)
+            seconds, spent = min(seconds, again), spent + again
+            repetitions += 1
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever an unsupported operator raises

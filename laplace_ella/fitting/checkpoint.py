@@ -13,6 +13,7 @@ import torch
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.fit import Fit, Sums
+from laplace_ella.posterior.subspace import Complement
 from laplace_ella.support.fingerprint import differences, fingerprint
 
 __all__ = ["check_identity", "fit_from_state", "identity", "state_of_fit"]
@@ -72,6 +73,8 @@ def state_of_fit(fit: Fit) -> dict[str, Any]:
         "loss": fit.sums.loss.detach(),
         "n_data": fit.sums.n_data,
         "output_shape": tuple(fit.output_shape),
+        "dtype": str(fit.dtype).removeprefix("torch."),
+        "fit_complement": fit.complement.value,
         "directions": fit.basis.directions,
         "eigenvalues": fit.basis.eigenvalues,
         "basis_tail": fit.basis.tail,
@@ -98,4 +101,11 @@ def fit_from_state(
         None if tail is None else tail.to(here),
     )
     sums = Sums(state["H"].to(here), state["loss"].to(here), state["n_data"])
-    return Fit(basis, sums, tuple(state["output_shape"]), mean)
+    return Fit(
+        basis,
+        sums,
+        tuple(state["output_shape"]),
+        mean,
+        getattr(torch, state["dtype"]),
+        Complement(state["fit_complement"]),
+    )

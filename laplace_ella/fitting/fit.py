@@ -14,13 +14,16 @@ import numpy as np
 import torch
 from torch.nn.functional import one_hot
 
-from laplace_ella.derivatives.linearizer import Linearizer, Probe
+from laplace_ella.derivatives.linearizer import Linearizer
+from laplace_ella.derivatives.probe import Probe
 from laplace_ella.errors import RankWarning, SoftmaxWarning
 from laplace_ella.fitting import sampling
 from laplace_ella.fitting.memory import (
     MemoryEstimate,
+    check_exact_memory,
     check_memory,
     estimate_memory,
+    exact_memory,
     sketch_sizes,
 )
 from laplace_ella.fitting.stopping import EarlyStopping
@@ -29,7 +32,7 @@ from laplace_ella.posterior.basis import NystromBasis, RowSketch
 from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.observation import ObservationModel
-from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.posterior.subspace import Complement, SubspacePosterior
 from laplace_ella.support.batches import batch_size, has_values, take
 from laplace_ella.support.checks import check_finite, positive_int
 from laplace_ella.support.layout import Positions
@@ -38,13 +41,20 @@ from laplace_ella.support.resources import budget_of
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.validation import Validator
 
-__all__ = ["BasisPlan", "Fitter"]
+__all__ = ["PAPER", "BasisPlan", "Fitter"]
 
 logger = logging.getLogger("laplace_ella")
+
+#: The setting of the paper: Deng et al. 2022, Sec. 5.
+PAPER = {"subsample_size": 2000, "n_eigenvalues": 20, "complement": "drop"}
 
 #: n_eigenvalues="auto": directions until this share of the trace, at most so many.
 AUTO_ENERGY = 0.9
 AUTO_MAX_RANK = 128
+
+#: n_eigenvalues="auto": up to so many pairs of example and output all are taken, if
+#: their gradients fit in memory.
+AUTO_MAX_PAIRS = 4000
 
 #: Examples whose targets, and whose outputs, are looked at before anything expensive.
 FIRST_LOOK, FEW_OUTPUTS = 32, 8
@@ -60,8 +70,9 @@ class BasisPlan:
     ----------
     subsample_size : int
         M
-    n_eigenvalues : int or "auto"
-        K
+    n_eigenvalues : int, "auto" or "exact"
+        K; "exact" takes the gradients of all pairs and all their directions, "auto"
+        does so where that is affordable and else goes by the spectrum
     seed : int
         of the sampled pairs
     """
@@ -72,8 +83,8 @@ class BasisPlan:
 
     def __post_init__(self) -> None:
         positive_int("subsample_size", self.subsample_size)
-        if self.n_eigenvalues != "auto":
-            positive_int("n_eigenvalues", self.n_eigenvalues, or_="'auto'")
+        if self.n_eigenvalues not in ("auto", "exact"):
+            positive_int("n_eigenvalues", self.n_eigenvalues, "'auto' or 'exact'")
         natural = isinstance(self.seed, (int, np.integer)) and self.seed >= 0
         if isinstance(self.seed, bool) or not natural:
             raise ValueError(
@@ -82,7 +93,7 @@ class BasisPlan:
 
     @property
     def rank_limit(self) -> int:
-        """K, or as many directions as are looked at to choose it."""
+        """K, or as many directions of a sample as are looked at to choose it."""
         if isinstance(self.n_eigenvalues, str):
             return AUTO_MAX_RANK
         return self.n_eigenvalues
@@ -156,41 +167,100 @@ class Fitter:
 
     def sample_basis(
         self, loader: Any, balanced: bool = False, progress_bar: bool = False
-    ) -> tuple[NystromBasis, tuple[int, ...]]:
-        """Draw M pairs (x, i), take their gradients and compute the directions.
-
-        Returns them and the shape of one example's outputs.
-        """
+    ) -> Fit:
+        """A fit without data: draw M pairs (x, i), or take all, and compute the
+        directions of their gradients."""
         indices = sampling.eligible_indices(loader)
         probe = self.first_look(loader, indices)
         n_outputs = math.prod(probe.output_shape)
+        n_pairs = len(indices) * n_outputs
+        exact = self.takes_all(probe, n_pairs)
+        fitter = self._in_double(loader, indices, n_pairs) if exact else self
         labels = None
-        if balanced:
+        if balanced and not exact:
             labels = sampling.read_labels(loader.dataset, indices, self.dict_key_y)
         examples, outputs = sampling.draw_pairs(
             len(indices),
             n_outputs,
-            self.plan.subsample_size,
+            n_pairs if exact else self.plan.subsample_size,
             np.random.default_rng(self.plan.seed),
             labels,
         )
-        memory = self.estimate(probe, len(examples))
-        check_memory(memory, self.home)
-        logger.info("basis: %s\n%s", memory.method, memory)
-        capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
-        fn = self.linearizer.fn
+        fn = fitter.linearizer.fn
+        if exact:
+            capacity, keep = n_pairs + 1, n_pairs
+        else:
+            memory = self.estimate(probe, n_pairs)
+            check_memory(memory, self.home)
+            logger.info("basis: %s\n%s", memory.method, memory)
+            capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
         sketch = RowSketch(fn.numels(), capacity, keep, fn.dtype, self.home)
         used, where = np.unique(examples, return_inverse=True)
         sampled = sampling.subset(loader, indices[used])
         batches = self.batches(sampled, "[Sampling gradients]", progress_bar)
         positions = self.linearizer.layout.of(probe.output_shape)
-        self._sketch_rows(batches, sketch, where, outputs, positions)
+        fitter._sketch_rows(batches, sketch, where, outputs, positions)
         if sketch.n_samples != len(examples):
             raise ValueError(
                 f"The collate function did not return one example for each of "
                 f"{len(used)} indices, which ELLA needs."
             )
-        return self._finish_basis(sketch), probe.output_shape
+        basis = self._finish_basis(sketch, exact)
+        if exact:
+            logger.info(
+                "exact linearised Laplace: all %d gradients, rank %d, in %s",
+                n_pairs,
+                basis.rank,
+                str(fn.dtype).removeprefix("torch."),
+            )
+        n_noises = self.observation.sigma_noise.numel()
+        keeps = exact or self.observation.family.is_regression
+        return Fit(
+            basis,
+            Sums.zero(basis.rank, n_noises, self.linearizer.device),
+            probe.output_shape,
+            self.linearizer.fn.flat(),
+            fn.dtype,
+            Complement.PRIOR if keeps else Complement.DROP,
+        )
+
+    def takes_all(self, probe: Probe, n_pairs: int) -> bool:
+        """Whether all gradients are taken; an error where that was asked for and
+        cannot be."""
+        asked = self.plan.n_eigenvalues
+        if asked not in ("exact", "auto"):
+            return False
+        memory = self.estimate_exact(probe, n_pairs)
+        if asked == "exact":
+            check_exact_memory(
+                memory,
+                self.linearizer.n_params,
+                self.linearizer.dtype.itemsize,
+                self.home,
+            )
+            return True
+        return n_pairs <= AUTO_MAX_PAIRS and memory.fits
+
+    def _in_double(self, loader: Any, indices: np.ndarray, n_pairs: int) -> Fitter:
+        """The same in float64, where the model runs in it and memory allows.
+
+        With all gradients in the basis the variance at inputs like the training data
+        is a small difference, which single precision loses under weak priors.
+        """
+        linearizer = self.linearizer
+        supported = linearizer.device.type in ("cpu", "cuda", "meta")
+        mixed = torch.is_autocast_enabled(linearizer.device.type)
+        if linearizer.dtype == torch.float64 or mixed or not supported:
+            return self
+        double = dataclasses.replace(
+            self, linearizer=linearizer.in_dtype(torch.float64)
+        )
+        try:
+            probe = double.probe(loader, indices)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            logger.info("derivatives stay in single precision: %s", error)
+            return self
+        return double if self.estimate_exact(probe, n_pairs, 8).fits else self
 
     def _sketch_rows(
         self,
@@ -226,9 +296,11 @@ class Fitter:
             seen += size
         check_finite(finite, "gradients", "while sampling the basis")
 
-    def _finish_basis(self, sketch: RowSketch) -> NystromBasis:
+    def _finish_basis(self, sketch: RowSketch, exact: bool) -> NystromBasis:
         """The directions, in the dtype that was asked for."""
-        if self.plan.n_eigenvalues != "auto":
+        if exact:
+            basis = sketch.basis(None)
+        elif self.plan.n_eigenvalues != "auto":
             basis = sketch.basis(self.plan.rank_limit)
         else:
             with warnings.catch_warnings():
@@ -242,20 +314,43 @@ class Fitter:
 
     def estimate(self, probe: Probe, n_pairs: int) -> MemoryEstimate:
         """What a fit with gradients of at most `n_pairs` pairs would need."""
-        linearizer, options = self.linearizer, self.linearizer.options
+        options = self.linearizer.options
         n_samples = min(self.plan.subsample_size, n_pairs)
         rank = min(self.plan.rank_limit, n_samples)
-        # Passes are made where the model is; "cuda" without a number is the same.
-        beside = self.home.type == linearizer.device.type
         return estimate_memory(
-            linearizer.n_params,
+            self.linearizer.n_params,
             n_samples,
             rank,
-            linearizer.fn.dtype.itemsize,
-            linearizer.sizes(probe).pass_bytes(rank, n_samples) if beside else 0,
-            budget_of(self.home, options.memory_budget),
+            self.linearizer.dtype.itemsize,
+            self._pass_bytes(probe, rank, n_samples),
+            self.budget,
             None if options.basis_dtype is None else options.basis_dtype.itemsize,
         )
+
+    def estimate_exact(
+        self, probe: Probe, n_pairs: int, itemsize: int | None = None
+    ) -> MemoryEstimate:
+        """What a fit with the gradients of all pairs would need, in the model's
+        precision unless told."""
+        P = self.linearizer.n_params
+        return exact_memory(
+            P,
+            n_pairs,
+            itemsize or self.linearizer.dtype.itemsize,
+            self._pass_bytes(probe, min(n_pairs, P), n_pairs),
+            self.budget,
+        )
+
+    @property
+    def budget(self) -> int:
+        """Bytes that a fit may use where its directions are."""
+        return budget_of(self.home, self.linearizer.options.memory_budget)
+
+    def _pass_bytes(self, probe: Probe, rank: int, n_rows: int) -> int:
+        # Passes are made where the model is; "cuda" without a number is the same.
+        if self.home.type != self.linearizer.device.type:
+            return 0
+        return self.linearizer.sizes(probe).pass_bytes(rank, n_rows)
 
     # The curvature
 
@@ -344,7 +439,8 @@ class Fitter:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Outputs (B, S, C), ψ (B, ..., K) whose squares add up to the curvature, and
         targets (B, S, ...)."""
-        linearizer, family = self.linearizer, self.observation.family
+        linearizer = self.linearizer.in_dtype(start.dtype)
+        family = self.observation.family
         directions = start.basis.directions
         expected = linearizer.layout.of(start.output_shape)
         if self.stochastic:

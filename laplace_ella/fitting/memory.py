@@ -11,8 +11,10 @@ from laplace_ella.support.resources import human_bytes
 
 __all__ = [
     "MemoryEstimate",
+    "check_exact_memory",
     "check_memory",
     "estimate_memory",
+    "exact_memory",
     "sketch_sizes",
 ]
 
@@ -96,19 +98,18 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Memory of a fit with M gradients of P numbers and K directions.
 
-    The decomposition has the directions in the rows' precision beside the rows; they
-    stay in `basis_itemsize` bytes per number.
+    The directions are computed in the place of the rows, and stay in `basis_itemsize`
+    bytes per number.
     """
     row = n_params * itemsize
-    decomposed = rank * row
     basis = rank * n_params * (basis_itemsize or itemsize)
     least = min(n_samples, rank + 5)
-    free_for_rows = budget - basis - decomposed - pass_bytes
+    free_for_rows = budget - basis - pass_bytes
     capacity = max(least, min(n_samples, free_for_rows // max(1, row)))
     return MemoryEstimate(
         basis=basis,
-        rows=n_samples * row + decomposed + 3 * 8 * n_samples**2,
-        sketch=least * row + decomposed,
+        rows=n_samples * row + 3 * 8 * n_samples**2,
+        sketch=least * row,
         pass_=pass_bytes,
         budget=budget,
         capacity=int(capacity),
@@ -126,6 +127,33 @@ def check_memory(memory: MemoryEstimate, device: torch.device) -> None:
             f"{human_bytes(memory.pass_)}), freeze parameters, use basis_dtype="
             "torch.bfloat16 or basis_device='cpu', or raise memory_budget."
         )
+
+
+def exact_memory(
+    n_params: int, n_pairs: int, itemsize: int, pass_bytes: int, budget: int
+) -> MemoryEstimate:
+    """Memory of a fit with the gradients of all pairs, replaced by their directions."""
+    row = n_params * itemsize
+    rows = n_pairs * row + 3 * 8 * n_pairs**2
+    return MemoryEstimate(0, rows, rows, pass_bytes, budget, n_pairs, n_pairs)
+
+
+def check_exact_memory(
+    memory: MemoryEstimate, n_params: int, itemsize: int, device: torch.device
+) -> None:
+    """Refuse an exact fit that cannot fit, before any gradient is taken."""
+    if memory.fits:
+        return
+    row = n_params * itemsize
+    # A fit with K directions needs them and a summary of the gradients of K rows more.
+    largest = max(0, (memory.budget - memory.pass_) // (2 * row) - 5)
+    raise InsufficientMemoryError(
+        f"n_eigenvalues='exact' keeps all {memory.n_samples} gradients of {n_params} "
+        f"parameters, {human_bytes(memory.needed)} on {device}; the budget is "
+        f"{human_bytes(memory.budget)}. The largest n_eigenvalues that fits is about "
+        f"{min(largest, memory.n_samples)}; or use fewer data, freeze parameters, or "
+        "raise memory_budget."
+    )
 
 
 def sketch_sizes(memory: MemoryEstimate, rank: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from laplace_ella.fitting.checkpoint import (
     identity,
     state_of_fit,
 )
-from laplace_ella.fitting.fit import BasisPlan, Fitter
+from laplace_ella.fitting.fit import PAPER, BasisPlan, Fitter
 from laplace_ella.interface.attributes import from_fit, setting
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.fit import Fit
@@ -103,10 +103,10 @@ class FittedLaplace(ParametricLaplace):
         asdl_fisher_kwargs: dict[str, Any] | None = None,
         *,
         subsample_size: int = 2000,
-        n_eigenvalues: int | str = 20,
+        n_eigenvalues: int | str | None = None,
         seed: int = 1234,
         balanced: bool = False,
-        complement: Complement | str = Complement.DROP,
+        complement: Complement | str | None = None,
         stochastic: bool | int = False,
         output_layout: OutputLayout | str = OutputLayout.FLAT,
         multi_label: bool = False,
@@ -138,12 +138,23 @@ class FittedLaplace(ParametricLaplace):
             None if basis_device is None else torch.device(basis_device),
         )
         layout = member(OutputLayout, "output_layout", output_layout)
+        if n_eigenvalues is None:
+            regression = likelihood == Likelihood.REGRESSION
+            n_eigenvalues = "auto" if regression else PAPER["n_eigenvalues"]
         self.plan = BasisPlan(subsample_size, n_eigenvalues, seed)
         self.balanced = balanced
         self.multi_label = multi_label
         self.fitted: Fit | None = None
         self._stream: torch.Generator | None = None
-        self._complement = member(Complement, "complement", complement)
+        self._complement: Complement | None = None
+        if complement is not None:
+            self._complement = member(Complement, "complement", complement)
+        if n_eigenvalues == "exact" and self._complement is Complement.DROP:
+            raise ValueError(
+                "n_eigenvalues='exact' keeps the prior outside the basis, got "
+                "complement='drop'. Leave complement out, or give a number of "
+                "directions."
+            )
         names = self._uncertain_names(model, parameter_names)
         sigma_noise = from_numpy(sigma_noise)
         several = isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() != 1
@@ -238,7 +249,14 @@ class FittedLaplace(ParametricLaplace):
     def modes(self) -> Modes:
         """Which ways of differentiating were chosen so far, see `Modes`."""
         rank = 0 if self.fitted is None else self.fitted.basis.rank
-        return self._linearizer.modes(rank)
+        return self.linearizer.modes(rank)
+
+    @property
+    def linearizer(self) -> Linearizer:
+        """The derivatives of the model, in the precision of the fit."""
+        if self.fitted is None:
+            return self._linearizer
+        return self._linearizer.in_dtype(self.fitted.dtype)
 
     @property
     def output_layout(self) -> OutputLayout:
@@ -258,8 +276,17 @@ class FittedLaplace(ParametricLaplace):
 
     @property
     def complement(self) -> Complement:
-        """What becomes of the directions outside the basis."""
-        return self._complement
+        """What becomes of the directions outside the basis.
+
+        If it was not set: kept at the prior for regression and where the basis holds
+        all gradients, dropped otherwise.
+        """
+        if self._complement is not None:
+            return self._complement
+        if self.fitted is not None:
+            return self.fitted.complement
+        keeps = self._family.is_regression or self.n_eigenvalues == "exact"
+        return Complement.PRIOR if keeps else Complement.DROP
 
     @complement.setter
     def complement(self, complement: Complement | str) -> None:
@@ -557,4 +584,4 @@ class FittedLaplace(ParametricLaplace):
             self.__dict__.clear()
             self.__dict__.update(before)
             raise
-        self._linearizer.adopt(fit.basis.rank, modes)
+        self.linearizer.adopt(fit.basis.rank, modes)

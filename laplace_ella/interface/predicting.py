@@ -37,7 +37,9 @@ class PredictingLaplace(FittedLaplace):
     """A fitted posterior that is asked about new inputs."""
 
     def _predictor(self, create_graph: bool = False) -> Predictor:
-        return Predictor(self.posterior, self._linearizer, self._family, create_graph)
+        return Predictor(
+            self.posterior, self.linearizer, self._family, self._dtype, create_graph
+        )
 
     @contextmanager
     def predicting(self) -> Iterator[Predictor]:
@@ -135,10 +137,10 @@ class PredictingLaplace(FittedLaplace):
         """
         basis = self._checked_fit().basis
         with self.predicting() as predictor:
-            features = self._linearizer.features(
+            features = self.linearizer.features(
                 to_device(x, self._device), basis.directions, predictor.create_graph
             )
-        return features.f, features.phi
+        return features.f.to(self._dtype), features.phi.to(self._dtype)
 
     def cache_features(
         self, loader: DataLoader, progress_bar: bool = False
@@ -152,7 +154,7 @@ class PredictingLaplace(FittedLaplace):
         """Features for another posterior of this model: another prior or basis."""
         with self._undisturbed(loader):
             batches = self.fitter.batches(loader, "[Features]", progress_bar)
-            return cache_loader(posterior, self._linearizer, self._observation, batches)
+            return cache_loader(posterior, self.linearizer, self._observation, batches)
 
     def predict_from_cache(
         self,
@@ -193,8 +195,8 @@ class PredictingLaplace(FittedLaplace):
                 )
         if self._family.is_regression:
             mean, variance = zip(*parts, strict=True)
-            return torch.cat(mean), torch.cat(variance)
-        return torch.cat(parts)
+            return torch.cat(mean).to(self._dtype), torch.cat(variance).to(self._dtype)
+        return torch.cat(parts).to(self._dtype)
 
     def functional_samples(
         self,
@@ -248,18 +250,17 @@ class PredictingLaplace(FittedLaplace):
         check_generator(generator, self._device)
         generator = generator or self._own_stream()
 
+        dtype = torch.promote_types(self._dtype, posterior.basis.directions.dtype)
+
         def noise(n: int) -> torch.Tensor:
             return torch.randn(
-                n_samples,
-                n,
-                generator=generator,
-                dtype=self._dtype,
-                device=self._device,
+                n_samples, n, generator=generator, dtype=dtype, device=self._device
             )
 
         inside = noise(posterior.rank)
         outside = noise(posterior.n_params) if posterior.needs_residual else None
-        return self.mean.to(self._dtype) + posterior.sample_offsets(inside, outside)
+        offsets = posterior.sample_offsets(inside, outside)
+        return (self.mean + offsets).to(self._dtype)
 
     def _network_samples(
         self,

@@ -152,7 +152,8 @@ class RowSketch:
     def basis(self, n_eigenvalues: int | None) -> NystromBasis:
         """Top right singular vectors of all rows taken in; all usable ones for None.
 
-        Fewer usable directions than `n_eigenvalues` truncate, with a `RankWarning`.
+        Fewer usable directions than `n_eigenvalues` truncate, with a `RankWarning`. The
+        directions may take the place of the rows in memory: the sketch is used up.
         """
         rows = self.buffer[: self.filled]
         wanted = min(n_eigenvalues or len(rows), *rows.shape)
@@ -174,9 +175,14 @@ class RowSketch:
                 stacklevel=5,  # the caller of fit()
             )
         rank = min(rank, wanted)
+        if not small:
+            orthonormalize_(directions[:rank])
         known = has_values(self._energy)
+        directions = directions[:rank]
+        if rank < 0.8 * len(self.buffer):  # else next to nothing would be freed
+            directions = directions.clone()
         return NystromBasis(
-            directions[:rank].contiguous(),
+            directions,
             eigenvalues[:rank],
             self.n_samples,
             float(self._energy) if known else float("nan"),
@@ -223,14 +229,13 @@ def _by_svd(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_gram(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same through the eigendecomposition of J̃J̃ᵀ in float64."""
+    """The same through the eigendecomposition of J̃J̃ᵀ in float64, in place."""
     eigenvalues, U = torch.linalg.eigh(gram(rows))
     eigenvalues, U = eigenvalues.flip(0).clamp_min(0), U.flip(1)[:, :k]
     scale = eigenvalues[:k].sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-    directions = torch.empty(k, rows.shape[1], dtype=rows.dtype, device=rows.device)
-    _multiply((U / scale).T, rows, out=directions)
-    orthonormalize_(directions)
-    return eigenvalues, directions
+    usable = eigenvalues[:k] > 0
+    _multiply((U / scale * usable).T, rows, out=rows)
+    return eigenvalues, rows[:k]
 
 
 def gram(rows: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,10 @@ class Fit:
         of one training example, all positions
     mean : torch.Tensor
         θ̂ `(P,)`
+    dtype : torch.dtype
+        in which derivatives are computed
+    complement : Complement
+        what suits the directions outside this basis, if nobody says otherwise
     history : tuple of dict
         'n_data' and validation 'loss' in the course of the fit
     """
@@ -76,6 +80,8 @@ class Fit:
     sums: Sums
     output_shape: tuple[int, ...]
     mean: torch.Tensor
+    dtype: torch.dtype
+    complement: Complement
     history: tuple[dict[str, float], ...] = ()
 
     @property

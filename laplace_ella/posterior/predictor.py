@@ -38,6 +38,8 @@ class Predictor:
     posterior : SubspacePosterior
     linearizer : Linearizer
     family : Family
+    dtype : torch.dtype
+        of the results; derivatives and algebra may be more precise
     create_graph : bool
         whether results can be differentiated with respect to the inputs
     """
@@ -45,6 +47,7 @@ class Predictor:
     posterior: SubspacePosterior
     linearizer: Linearizer
     family: Family
+    dtype: torch.dtype
     create_graph: bool = False
 
     def function_values(self, x: Any) -> tuple[FunctionValues, Positions]:
@@ -62,11 +65,12 @@ class Predictor:
         """Mean, and covariance of the C outputs at each position; variances in the
         shape of the output if `diagonal_output`."""
         values, positions = self.function_values(x)
-        mean = positions.restore(values.mean)
+        mean = positions.restore(values.mean).to(self.dtype)
         with full_precision(self.linearizer.device):
             if diagonal_output:
-                return mean, positions.restore(values.variance())
-            return mean, positions.restore_positions(values.covariance())
+                return mean, positions.restore(values.variance()).to(self.dtype)
+            covariance = positions.restore_positions(values.covariance())
+            return mean, covariance.to(self.dtype)
 
     def probabilities(
         self,
@@ -82,7 +86,7 @@ class Predictor:
             rows = predictive.class_probabilities(
                 values, link_approx, n_samples, diagonal_output, generator, self.family
             )
-        return positions.restore(rows)
+        return positions.restore(rows).to(self.dtype)
 
     def samples(
         self,
@@ -95,7 +99,8 @@ class Predictor:
         values, positions = self.function_values(x)
         with full_precision(self.linearizer.device):
             rows = predictive.draw(values, n_samples, generator, diagonal_output)
-        return positions.restore(rows.flatten(0, 1)).unflatten(0, (n_samples, -1))
+        samples = positions.restore(rows.flatten(0, 1)).unflatten(0, (n_samples, -1))
+        return samples.to(self.dtype)
 
     # Jointly over all inputs
 
@@ -124,7 +129,8 @@ class Predictor:
         """Mean `(n,)` and covariance `(n, n)` of all n = B·S·C function values."""
         f, phi, residual = self._joint_parts(x)
         with full_precision(self.linearizer.device):
-            return f.flatten(), self.posterior.joint_covariance(phi, residual)
+            covariance = self.posterior.joint_covariance(phi, residual)
+            return f.flatten().to(self.dtype), covariance.to(self.dtype)
 
     def joint_samples(
         self, x: Any, n_samples: int, generator: torch.Generator | None
@@ -140,7 +146,8 @@ class Predictor:
                 dtype=root.dtype,
                 device=root.device,
             )
-            return f + (noise @ root.mT).unflatten(-1, f.shape)
+            samples = f + (noise @ root.mT).unflatten(-1, f.shape)
+            return samples.to(self.dtype)
 
     def network_samples(
         self, x: Any, weights: Iterable[torch.Tensor], **model_kwargs: Any
@@ -151,16 +158,18 @@ class Predictor:
         outputs = []
         for theta in weights:  # one by one: a sample is as large as the model
             params = [t.to(d) for t, d in zip(fn.split(theta), dtypes, strict=True)]
-            outputs.append(fn(params, x, **model_kwargs).to(fn.dtype))
+            outputs.append(fn(params, x, **model_kwargs).to(self.dtype))
         return torch.stack(outputs)
 
     # From Jacobians that are given
 
     def covariance_of(self, J: torch.Tensor, joint: bool = False) -> torch.Tensor:
         """Output covariance `(B, C, C)` for Jacobians `(B, C, P)`, or one matrix."""
+        J = J.to(self.linearizer.dtype)
         phi, rest = self.split(J.flatten(0, 1) if joint else J)
         residual = rest @ rest.mT if self.posterior.needs_residual else None
         if joint:
-            return self.posterior.joint_covariance(phi, residual)
+            return self.posterior.joint_covariance(phi, residual).to(self.dtype)
         mean = phi[..., 0]  # of the right shape; it plays no part in the covariance
-        return self.posterior.function_values(mean, phi, residual).covariance()
+        values = self.posterior.function_values(mean, phi, residual)
+        return values.covariance().to(self.dtype)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from laplace_ella.support.batches import chunks
+from laplace_ella.support.preserve import full_precision
 
 __all__ = ["Metric", "accurate_product", "split_gradients"]
 
@@ -26,12 +27,13 @@ def accurate_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     float64, so that the rounding error does not grow with P.
     """
     P = a.shape[-1]
-    if P <= BLOCK or a.dtype == torch.float64:
-        return a @ b.mT
-    total = torch.zeros((), dtype=torch.float64, device=a.device)
-    for part in chunks(P, BLOCK):
-        total = total + (a[..., part] @ b[..., part].mT).double()
-    return total.to(a.dtype)
+    with full_precision(a.device):
+        if P <= BLOCK or a.dtype == torch.float64:
+            return a @ b.mT
+        total = torch.zeros((), dtype=torch.float64, device=a.device)
+        for part in chunks(P, BLOCK):
+            total = total + (a[..., part] @ b[..., part].mT).double()
+        return total.to(a.dtype)
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,11 @@ def split_gradients(
     metric : Metric, optional
         None for a prior precision of one for all weights
     """
-    if metric is None:
-        phi = accurate_product(J, directions)
-        return phi, J - phi @ directions
-    weights = metric.weights.to(J)
-    phi = accurate_product(J * weights, directions)
-    within = phi @ metric.inverse_gram.to(phi) @ directions
-    return phi, (J - within) * weights.sqrt()
+    with full_precision(J.device):
+        if metric is None:
+            phi = accurate_product(J, directions)
+            return phi, J - phi @ directions
+        weights = metric.weights.to(J)
+        phi = accurate_product(J * weights, directions)
+        within = phi @ metric.inverse_gram.to(phi) @ directions
+        return phi, (J - within) * weights.sqrt()

@@ -1,0 +1,78 @@
+"""The first look at a model with new inputs: does it run, and what does it return?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from laplace_ella.derivatives.sizes import Activations
+from laplace_ella.support.batches import Batch
+from laplace_ella.support.layout import OutputLayout, check_outputs
+
+__all__ = ["Probe", "checked_outputs"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a forward pass of one example tells.
+
+    Attributes
+    ----------
+    output_shape : tuple of int
+        shape of the model's output without the batch dimension
+    activations : Activations
+        bytes of its intermediate results
+    """
+
+    output_shape: tuple[int, ...]
+    activations: Activations
+
+
+def checked_outputs(
+    model: nn.Module, batch: Batch, run: Callable[[], Any], layout: OutputLayout
+) -> torch.Tensor:
+    """What `run` returns, the model's output `(B, ...)` for a batch, or an error that
+    says what to change."""
+    try:
+        return check_outputs(run(), layout, batch.size)
+    except Exception as error:
+        remedy = _remedy(model, batch, error)
+        if remedy is None:
+            raise
+        raise remedy from error
+
+
+def _remedy(model: nn.Module, batch: Batch, error: Exception) -> Exception | None:
+    """A clearer error, where the inputs and not the model are at fault."""
+    x = batch.template
+    if isinstance(x, Mapping) and _takes_keywords(model, x, error):
+        return TypeError(
+            "The model was called with the whole mapping as its one argument and "
+            f"raised {type(error).__name__}: {error}. It seems to take the entries "
+            f"{sorted(map(str, x))} as keywords. Wrap it: a torch.nn.Module that "
+            "holds it as self.hf, whose forward(self, batch) returns "
+            "self.hf(**batch).logits (without the labels, if there are any)."
+        )
+    if batch.tensors and all(t.ndim < 2 for t in batch.tensors):
+        return ValueError(
+            "The inputs have no other dimension than the batch. If they were meant "
+            "as one example, pass x.unsqueeze(0). With one number per example the "
+            f"model raised {type(error).__name__}: {error}"
+        )
+    return None
+
+
+def _takes_keywords(model: nn.Module, x: Mapping[str, Any], error: Exception) -> bool:
+    """Whether the model wants the entries of a mapping, not the mapping."""
+    if isinstance(error, AttributeError) and not str(error):  # of Hugging Face
+        return True
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(key in parameters for key in x)

@@ -1,0 +1,86 @@
+"""What lies outside the basis, from rows of Jacobians that may be too many at once.
+
+Index legend: B batch, S positions, C outputs at each, O = S·C, P parameters, K rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from laplace_ella.support.batches import chunks
+from laplace_ella.support.layout import Positions
+from laplace_ella.support.metric import accurate_product
+
+__all__ = ["residual_parts"]
+
+#: Outputs (B, O) and rows (B, o, P) of the Jacobians, for indices (o,) of outputs.
+RowsOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+#: Gradients (..., P) to their features (..., K) and what is left of them (..., P).
+Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def residual_parts(
+    rows_of: RowsOf, split: Split, positions: Positions, at_once: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Outputs (r, C), features (r, C, K) and residuals (r, C, C), some positions at a
+    time.
+
+    Parameters
+    ----------
+    rows_of : callable
+        differentiates the B examples; one example only, unless all its rows fit
+    split : callable
+        see `split_gradients`
+    at_once : int
+        rows of one example that may be in memory
+    """
+    S, C = positions.n_positions, positions.n_channels
+    # (S, C): which outputs, in the model's order, belong to each position
+    order = positions.rows(torch.arange(S * C).unsqueeze(0))
+    if at_once >= S * C:
+        f, J = rows_of(order.flatten())
+        J = J.unflatten(1, (S, C)).flatten(0, 1)  # (B·S, C, P)
+        yield positions.rows(f), *_square(*split(J))
+    elif at_once >= C:
+        for part in chunks(S, at_once // C):
+            f, J = rows_of(order[part].flatten())
+            J = J.unflatten(1, (-1, C)).squeeze(0)  # (s, C, P)
+            yield positions.rows(f)[part], *_square(*split(J))
+    else:
+        for s in range(S):
+            blocks = order[s].split(max(1, at_once // 2))
+            f, phi, residual = _residual_in_tiles(rows_of, split, blocks)
+            yield positions.rows(f)[s : s + 1], phi, residual
+
+
+def _square(phi: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features as they are, and the products (r, C, C) of the rest (r, C, P)."""
+    return phi, accurate_product(rest, rest)
+
+
+def _residual_in_tiles(
+    rows_of: RowsOf, split: Split, blocks: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outputs (1, O), features (1, C, K) and residual (1, C, C) of one position, whose
+    outputs come in blocks: no more than two blocks of rows are in memory."""
+    phis: list[torch.Tensor] = []
+    tiles: dict[tuple[int, int], torch.Tensor] = {}
+    f = None
+    for i, block in enumerate(blocks):
+        f, J = rows_of(block)
+        phi, left = split(J)
+        phis.append(phi)
+        tiles[i, i] = accurate_product(left, left)
+        del J
+        for j in range(i):
+            right = split(rows_of(blocks[j])[1])[1]
+            tiles[i, j] = accurate_product(left, right)
+            tiles[j, i] = tiles[i, j].mT
+            del right
+    assert f is not None  # there is at least one output
+    n = range(len(blocks))
+    residual = torch.cat([torch.cat([tiles[i, j] for j in n], -1) for i in n], -2)
+    return f, torch.cat(phis, dim=1), residual
