@@ -1,7 +1,8 @@
-"""What the comparison reports, as plain floats.
+"""How good predictions are: losses, calibration and out-of-distribution scores.
 
-Accuracy, calibration error, AUROC and mean squared error are torchmetrics'; what it
-lacks is written here. Index legend: N data, C outputs.
+The one definition of each, for tuning and reports alike, so that what is tuned is what
+is judged. Scores are plain floats. Accuracy, calibration error, AUROC and mean squared
+error are torchmetrics'; what it lacks is written here. Index legend: N data, C outputs.
 
 >>> probs = torch.tensor([[0.9, 0.1], [0.4, 0.6]])
 >>> targets = torch.tensor([0, 0])
@@ -27,6 +28,8 @@ __all__ = [
     "ConfidenceCurve",
     "ReliabilityCurve",
     "accuracy",
+    "bernoulli_nll",
+    "binary_entropy",
     "brier",
     "classification_metrics",
     "ece",
@@ -42,6 +45,12 @@ __all__ = [
     "reliability_curve",
     "rmse",
 ]
+
+#: Class index of targets that are not observed, as in `torch.nn.CrossEntropyLoss`.
+IGNORED = -100
+
+#: A probability of zero counts as this, the smallest normal float32 (87.3 nats).
+SMALLEST = torch.finfo(torch.float32).tiny
 
 #: Nominal levels of the reported central intervals.
 COVERAGE_LEVELS = (0.5, 0.9, 0.95)
@@ -100,10 +109,46 @@ def nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
 
     A probability of zero counts as the smallest positive float32 (87.3 nats): one
     underflow should be visible in the mean, not replace it by infinity.
+
+    Parameters
+    ----------
+    probs : torch.Tensor
+        `(N, C)`
+    targets : torch.Tensor
+        class indices `(N,)`, of which -100 are left out, or class probabilities
+        `(N, C)`, for which this is the cross-entropy
     """
+    if targets.shape == probs.shape and targets.is_floating_point():
+        _check_some(probs)
+        return float(-(targets.double() * _log(probs)).sum(-1).mean())
     _check_classification(probs, targets)
-    chosen = probs.double().gather(-1, targets.unsqueeze(-1))
-    return float(-chosen.clamp_min(torch.finfo(torch.float32).tiny).log().mean())
+    observed = targets != IGNORED
+    _check_some(targets[observed], "observed target")
+    chosen = probs[observed].gather(-1, targets[observed].unsqueeze(-1))
+    return float(-_log(chosen).mean())
+
+
+def bernoulli_nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Negative log-probability of C labels, summed over the labels, mean over N.
+
+    Parameters
+    ----------
+    probs : torch.Tensor
+        `(N, C)`, the probability of each label
+    targets : torch.Tensor
+        `(N, C)`, 0 or 1, or a probability between
+    """
+    _check_same_shape("probs", probs, "targets", targets)
+    _check_some(probs)
+    # 1 − p in float64: in float32 it would lose all digits of a small p
+    absent = _log(1.0 - probs.double())
+    y = targets.double()
+    return float(-(y * _log(probs) + (1.0 - y) * absent).sum() / len(probs))
+
+
+def _log(probs: torch.Tensor) -> torch.Tensor:
+    """Logarithm in float64, finite for a probability of zero."""
+    return probs.double().clamp_min(SMALLEST).log()
 
 
 def ece(probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15) -> float:
@@ -130,8 +175,16 @@ def brier(probs: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 def entropy(probs: torch.Tensor) -> torch.Tensor:
-    """Entropy (N,) of each predictive distribution, in nats."""
-    return torch.special.entr(probs.double()).sum(-1)
+    """−Σ_c p_c log p_c in nats over the last dimension, with 0 log 0 = 0.
+
+    In the dtype of its argument, and differentiable where p > 0.
+    """
+    return torch.special.entr(probs).sum(-1)
+
+
+def binary_entropy(probs: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of each label that is there with probability p, elementwise."""
+    return torch.special.entr(probs) + torch.special.entr(1 - probs)
 
 
 def reliability_curve(
@@ -234,7 +287,7 @@ def classification_metrics(
     }
 
 
-# --- regression: mean (N, C), covariance (N, C, C), targets (N, C) ------------------
+# --- regression: mean (N, C), variance (N, C) or (N, C, C), targets (N, C) ----------
 
 
 def rmse(mean: torch.Tensor, targets: torch.Tensor) -> float:
@@ -248,13 +301,37 @@ def rmse(mean: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 def gaussian_nll(
-    mean: torch.Tensor, covariance: torch.Tensor, targets: torch.Tensor
+    mean: torch.Tensor, variance: torch.Tensor, targets: torch.Tensor
 ) -> float:
-    """Mean over N of −log N(y; mean, covariance), covariance with the noise in it."""
-    _check_gaussian(mean, covariance)
+    """−log N(y; mean, variance), summed over the outputs, mean over N.
+
+    Parameters
+    ----------
+    mean : torch.Tensor
+        `(N, C)`
+    variance : torch.Tensor
+        variances `(N, C)` of independent outputs, or covariances `(N, C, C)`; with the
+        observation noise in them
+    targets : torch.Tensor
+        `(N, C)`
+    """
     _check_same_shape("mean", mean, "targets", targets)
-    normal = torch.distributions.MultivariateNormal(mean.double(), covariance.double())
-    return float(-normal.log_prob(targets.double()).mean())
+    _check_gaussian(mean, variance)
+    _check_some(mean)
+    residual = targets.double() - mean.double()
+    variance = variance.double()
+    if variance.ndim == 2:
+        squares = residual.square() / variance  # (N, C)
+        log_det = variance.log().sum(-1)
+    else:
+        factor = torch.linalg.cholesky(variance)  # (N, C, C)
+        whitened = torch.linalg.solve_triangular(
+            factor, residual.unsqueeze(-1), upper=False
+        )
+        squares = whitened.squeeze(-1).square()
+        log_det = 2.0 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    constant = mean.shape[-1] * math.log(2.0 * math.pi)
+    return float(0.5 * (squares.sum(-1) + log_det + constant).mean())
 
 
 def interval_coverage(
@@ -298,8 +375,8 @@ def gaussian_kl(
     With exact linearised Laplace as the reference this is the approximation error of
     Deng et al. 2022, Table 7.
     """
-    _check_gaussian(mean, covariance)
-    _check_gaussian(ref_mean, ref_covariance)
+    _check_gaussian(mean, covariance, variances=False)
+    _check_gaussian(ref_mean, ref_covariance, variances=False)
     _check_same_shape("mean", mean, "ref_mean", ref_mean)
     q = torch.distributions.MultivariateNormal(mean.double(), covariance.double())
     p = torch.distributions.MultivariateNormal(
@@ -310,7 +387,7 @@ def gaussian_kl(
 
 def regression_metrics(
     mean: torch.Tensor,
-    covariance: torch.Tensor,
+    variance: torch.Tensor,
     targets: torch.Tensor,
     levels: Sequence[float] = COVERAGE_LEVELS,
 ) -> dict[str, float]:
@@ -320,15 +397,21 @@ def regression_metrics(
     ----------
     mean : torch.Tensor
         `(N, C)`
-    covariance : torch.Tensor
-        `(N, C, C)` with the observation noise in it
+    variance : torch.Tensor
+        `(N, C)` or `(N, C, C)` as for `gaussian_nll`, with the observation noise in it
     targets : torch.Tensor
         `(N, C)`
+    levels : sequence of float
+        nominal levels of the coverage columns
     """
-    std = covariance.diagonal(dim1=-2, dim2=-1).double().sqrt()
+    _check_gaussian(mean, variance)
+    marginal = variance
+    if variance.ndim == 3:
+        marginal = variance.diagonal(dim1=-2, dim2=-1)
+    std = marginal.double().sqrt()
     coverage = interval_coverage(mean, std, targets, levels)
     return {
-        "nll": gaussian_nll(mean, covariance, targets),
+        "nll": gaussian_nll(mean, variance, targets),
         "rmse": rmse(mean, targets),
         **{
             f"coverage_{round(100 * level)}": value
@@ -347,15 +430,26 @@ def _check_classification(probs: torch.Tensor, targets: torch.Tensor) -> None:
             "Expected probs (N, C) and integer targets (N,), got shapes "
             f"{tuple(probs.shape)} and {tuple(targets.shape)}."
         )
-    if len(probs) == 0:
-        raise ValueError("Expected at least one prediction, got none.")
+    _check_some(probs)
 
 
-def _check_gaussian(mean: torch.Tensor, covariance: torch.Tensor) -> None:
-    if mean.ndim != 2 or covariance.shape != (*mean.shape, mean.shape[-1]):
+def _check_some(values: torch.Tensor, what: str = "prediction") -> None:
+    if len(values) == 0:
+        raise ValueError(f"Expected at least one {what}, got none.")
+
+
+def _check_gaussian(
+    mean: torch.Tensor, variance: torch.Tensor, variances: bool = True
+) -> None:
+    """Covariances (N, C, C) or, if they are allowed, variances (N, C) of a mean."""
+    allowed = [(*mean.shape, mean.shape[-1])] if mean.ndim == 2 else []
+    if variances and mean.ndim == 2:
+        allowed.append(tuple(mean.shape))
+    if tuple(variance.shape) not in allowed:
+        either = "variances (N, C) or " if variances else ""
         raise ValueError(
-            "Expected mean (N, C) and covariance (N, C, C), got shapes "
-            f"{tuple(mean.shape)} and {tuple(covariance.shape)}."
+            f"Expected mean (N, C) and {either}covariance (N, C, C), got shapes "
+            f"{tuple(mean.shape)} and {tuple(variance.shape)}."
         )
 
 
