@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from laplace_ella.support.resources import available_memory, human_bytes
+from laplace_ella.support.resources import (
+    available_memory,
+    human_bytes,
+    parse_bytes,
+)
 
 __all__ = [
     "Activations",
@@ -19,6 +21,7 @@ __all__ = [
     "MemoryEstimate",
     "activation_bytes",
     "estimate",
+    "parse_bytes",
 ]
 
 #: Share of the free memory that is used if no budget is given.
@@ -95,25 +98,6 @@ class MemoryEstimate:
         }
         width = max(map(len, lines))
         return "\n".join(f"{k:<{width}}  {human_bytes(v):>9}" for k, v in lines.items())
-
-
-def parse_bytes(budget: int | float | str) -> int:
-    """Bytes from a number or a text like '8 GB', '500MB', '2GiB'."""
-    if isinstance(budget, (int, float)) and not isinstance(budget, bool):
-        value = float(budget)
-    else:
-        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kMGT]?)(i?)B?\s*", str(budget))
-        if match is None:
-            raise ValueError(
-                f"memory_budget must be bytes or a text like '8 GB', got {budget!r}."
-            )
-        number, prefix, binary = match.groups()
-        value = float(number) * (1024 if binary else 1000) ** " kMGT".index(
-            prefix or " "
-        )
-    if not value > 0 or not math.isfinite(value):
-        raise ValueError(f"memory_budget must be positive, got {budget!r}.")
-    return int(value)
 
 
 def budget_of(device: torch.device, budget: int | float | str | None) -> int:

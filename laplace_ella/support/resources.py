@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import re
 import threading
 import time
 from pathlib import Path
 
 import torch
 
-__all__ = ["Stopwatch", "available_memory", "human_bytes"]
+__all__ = ["Stopwatch", "available_memory", "human_bytes", "parse_bytes"]
 
 #: Seconds between two readings of the resident set size.
 SAMPLING_INTERVAL = 0.005
@@ -22,6 +24,28 @@ def human_bytes(n: float) -> str:
         if n >= scale:
             return f"{n / scale:.1f} {unit}"
     return f"{n / 1e3:.0f} kB"
+
+
+def parse_bytes(budget: int | float | str) -> int:
+    """Bytes from a number or a text like '8 GB', '500MB', '2GiB'.
+
+    >>> parse_bytes("8 GB"), parse_bytes("2 KiB"), parse_bytes(1e6)
+    (8000000000, 2048, 1000000)
+    """
+    if isinstance(budget, (int, float)) and not isinstance(budget, bool):
+        value = float(budget)
+    else:
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kKMGT]?)(i?)B?\s*", str(budget))
+        if match is None:
+            raise ValueError(
+                f"memory_budget must be bytes or a text like '8 GB', got {budget!r}."
+            )
+        number, prefix, binary = match.groups()
+        exponent = " kMGT".index(prefix.replace("K", "k") or " ")
+        value = float(number) * (1024 if binary else 1000) ** exponent
+    if not value > 0 or not math.isfinite(value):
+        raise ValueError(f"memory_budget must be positive, got {budget!r}.")
+    return int(value)
 
 
 def available_memory(device: torch.device) -> int | None:
