@@ -201,7 +201,7 @@ def test_an_error_in_the_users_function_is_named(monkeypatch, capsys, folder):
 
 def test_exit_code_1_when_no_method_succeeds(monkeypatch, capsys, folder):
     (folder / "task.py").write_text(
-        SETUP + "\ndef tiny():\n    return {**setup(), 'max_memory': 10}\n"
+        SETUP + "\ndef tiny():\n    return {**setup(), 'memory_budget': 10}\n"
     )
     code, out, _ = call(
         monkeypatch, capsys, folder, "compare", "task:tiny", "--methods", "full",

@@ -9,13 +9,9 @@ import math
 
 import pytest
 
-from laplace_ella.comparison.report import (
-    Report,
-    Result,
-    distance_from_best,
-    format_value,
-    mean_and_error,
-)
+from laplace_ella.comparison.report import Report, Result
+from laplace_ella.comparison.results import distance_from_best, mean_and_error
+from laplace_ella.comparison.tables import format_value
 
 
 def make_report() -> Report:

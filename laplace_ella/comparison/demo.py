@@ -348,10 +348,10 @@ def _trained(
 
 @_one_thread()
 def run_classification_demo(
-    out: str | os.PathLike[str], echo: Printer = print, progress: bool = True
+    out: str | os.PathLike[str], echo: Printer = print, progress_bar: bool = True
 ) -> Report:
     """Compare the methods on the digits, print the table and draw the figures."""
-    from laplace_ella.tuning.search import prior_precision_from_weight_decay
+    from laplace_ella import prior_precision_from_weight_decay
 
     plt = _pyplot()
     problem = load_digits_problem()
@@ -375,7 +375,7 @@ def run_classification_demo(
         tune="gridsearch",
         grid_size=17,  # half decades
         prior_precision=prior,
-        progress=progress,
+        progress_bar=progress_bar,
     )
     echo(str(report))
     _draw_classification(plt, report, out, echo)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from laplace_ella.comparison.report import heading
+from laplace_ella.comparison.tables import heading
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
