@@ -442,10 +442,9 @@ def _check_gaussian(
     mean: torch.Tensor, variance: torch.Tensor, variances: bool = True
 ) -> None:
     """Covariances (N, C, C) or, if they are allowed, variances (N, C) of a mean."""
-    allowed = [(*mean.shape, mean.shape[-1])] if mean.ndim == 2 else []
-    if variances and mean.ndim == 2:
-        allowed.append(tuple(mean.shape))
-    if tuple(variance.shape) not in allowed:
+    full = mean.ndim == 2 and variance.shape == (*mean.shape, mean.shape[-1])
+    marginal = variances and mean.ndim == 2 and variance.shape == mean.shape
+    if not (full or marginal):
         either = "variances (N, C) or " if variances else ""
         raise ValueError(
             f"Expected mean (N, C) and {either}covariance (N, C, C), got shapes "

@@ -211,7 +211,10 @@ def _curves(
                 f"The report has no curve {name!r}"
                 + (f" for link {link!r}." if link else ".")
             )
-    return {k: v if isinstance(v, Mapping) else vars(v) for k, v in curves.items()}
+    return {
+        label: dict(curve) if isinstance(curve, Mapping) else vars(curve)
+        for label, curve in curves.items()
+    }
 
 
 # --- one posterior -------------------------------------------------------------------

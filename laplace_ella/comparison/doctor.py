@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella.comparison.compare import MEMORY_SHARE
 from laplace_ella.comparison.evaluation import estimate_method
@@ -200,7 +200,8 @@ def _check_derivatives(
     from laplace_ella import ELLALaplace, FeatureMode
 
     # A data set of one index, which stands for the example.
-    loader = DataLoader([0], batch_size=1, collate_fn=lambda _: one)
+    index = TensorDataset(torch.zeros(1))
+    loader = DataLoader(index, batch_size=1, collate_fn=lambda _: one)
     works, too_large = [], []
     print("Ways of computing features J(x)V:")
     for mode in FeatureMode:

@@ -180,8 +180,11 @@ class Evaluation:
         method: Method | None = None,
     ) -> Predictions:
         """Predictions, with the covariances of a method that a KL is computed of."""
-        compared = self.reference_method is not None and method is not None
-        covariance = compared and method.kind is Kind.LAPLACE
+        covariance = (
+            self.reference_method is not None
+            and method is not None
+            and method.kind is Kind.LAPLACE
+        )
         return predict(
             fitted, loader, link, self.device, self.settings, seed, covariance
         )

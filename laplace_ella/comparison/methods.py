@@ -266,7 +266,7 @@ def default_methods(likelihood: str) -> list[Method]:
 
     Temperature scaling has no meaning for regression and is left out there.
     """
-    skip = set(_ON_REQUEST)
+    skip: set[str] = set(_ON_REQUEST)
     if str(plain_value(likelihood)) == "regression":
         skip.add("temperature")
     return [method for method in _ALL if method.name not in skip]
@@ -289,7 +289,8 @@ def resolve_methods(
     if isinstance(methods, str):
         methods = [methods]
     if isinstance(methods, Mapping):
-        methods = [_from_mapping(name, spec) for name, spec in methods.items()]
+        named: Mapping[Any, Any] = methods
+        methods = [_from_mapping(name, spec) for name, spec in named.items()]
     known = available_methods()
     resolved: list[Method] = []
     for method in methods:

@@ -211,7 +211,7 @@ class _Reader:
         elif isinstance(value, torch.Generator):
             self.read(value.get_state())
         elif callable(value) and hasattr(value, "__wrapped__"):
-            self.read(value.__wrapped__)  # lru_cache and other decorators
+            self.read(getattr(value, "__wrapped__"))  # noqa: B009, lru_cache and other decorators
         else:
             self._read_instance(value)
 

@@ -133,10 +133,11 @@ class Stopwatch:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
         else:
-            self._before = self._peak = _resident_bytes()
+            resident = _resident_bytes()
+            self._before = self._peak = resident or 0
             self._done = threading.Event()
             self._thread = threading.Thread(target=self._sample, daemon=True)
-            if self._before is not None:
+            if resident is not None:
                 self._thread.start()
         self._start = time.perf_counter()
         return self
@@ -149,7 +150,7 @@ class Stopwatch:
             self.peak_bytes = peak - self._before
             return
         self.seconds = time.perf_counter() - self._start
-        if self._before is not None:
+        if self._thread.ident is not None:  # it was started: there is something to read
             self._done.set()
             self._thread.join()
             self._peak = max(self._peak, _resident_bytes() or 0)
