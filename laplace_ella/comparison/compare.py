@@ -188,9 +188,11 @@ def compare(
             noise = _residual_rmse(model, held_out, settings, device)
             settings = replace(settings, sigma_noise=noise)
         base_key = problem_key(model, surveys, settings, exact, asked)
-    if not is_map_style(data.train):
-        counted = CountedLoader(data.train, surveys["train_loader"])
-        data = replace(data, train=counted)
+    data = replace(
+        data,
+        train=_with_length(data.train, surveys["train_loader"]),
+        val=_with_length(data.val, surveys.get("val_loader")),
+    )
 
     limit = asked
     if limit is None and (free := available_memory(device)) is not None:
@@ -244,6 +246,13 @@ def _problem(
             "counts as one prediction."
         )
     return problem
+
+
+def _with_length(loader: Any, seen: Survey | None) -> Any:
+    """A loader that others may ask how many data it has."""
+    if seen is None or is_map_style(loader):
+        return loader
+    return CountedLoader(loader, seen)
 
 
 def _check_targets(

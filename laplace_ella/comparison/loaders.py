@@ -134,7 +134,8 @@ class _Counted:
 class CountedLoader:
     """A loader of data without a length, with the numbers of one pass over it.
 
-    laplace-torch reads N from `len(loader.dataset)`.
+    laplace-torch reads N from `len(loader.dataset)`, and a loader without a length is
+    neither true nor false.
     """
 
     def __init__(self, loader: Any, seen: Survey) -> None:
