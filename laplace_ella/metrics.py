@@ -254,7 +254,7 @@ def error_versus_confidence(
 
 
 def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:
-    """AUROC of telling out-of-distribution inputs by a score of uncertainty.
+    """AUROC of detecting out-of-distribution inputs by an uncertainty score.
 
     Parameters
     ----------

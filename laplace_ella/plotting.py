@@ -400,7 +400,7 @@ def plot_boxes(
     Parameters
     ----------
     values : mapping
-        method → level → values, one a type of corruption
+        method → level → values, one per type of corruption
     """
     ax = new_axes(ax)
     from matplotlib.patches import Patch
@@ -446,7 +446,7 @@ def plot_cost_quality(
     quality: str = "nll",
     link: str | None = None,
 ) -> Axes:
-    """A metric against a cost, one labelled point a method; the lower left is best.
+    """A metric against a cost, one labelled point per method; the lower left is best.
 
     Parameters
     ----------

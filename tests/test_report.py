@@ -132,7 +132,7 @@ def test_csv_has_full_precision_and_status():
     assert rows[3]["status"].startswith("not supported")
 
 
-def test_pandas_has_one_line_a_result():
+def test_pandas_has_one_line_per_result():
     pytest.importorskip("pandas")
     frame = make_report().to_pandas()
     assert list(frame["method"]) == ["map", "ella", "ella", "kron"]

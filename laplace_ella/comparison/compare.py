@@ -89,18 +89,18 @@ def compare(
         Without `val_loader`, methods that are tuned on it are skipped or run without
         that tuning; their rows say so
     ood_loaders : mapping of str to DataLoader, optional
-        out-of-distribution sets by name; labels are ignored. Adds AUROC columns
+        out-of-distribution sets by name; labels are ignored. Each adds an AUROC column
     methods : names, `Method` objects, or {name: kwargs of Laplace(...)}, optional
         default `default_methods(likelihood)`
     links : sequence of {'mc', 'probit', 'bridge', 'bridge_norm'}
-        each gives a row; the first is used for tuning
+        each gives a row per method; the first is used for tuning
     n_samples : int
         of the Monte-Carlo link
     seeds : sequence of int
         of sampled bases, subsets and Monte-Carlo predictions; with several, the table
         has standard errors
     tune : {'marglik', 'gridsearch', 'none'}
-        for the methods that do not bring a tuning of their own
+        for the methods without a tuning of their own
     prior_precision : float
         for all methods, before tuning. For weight decay γ on the mean loss of N data
         the matching value is N·γ (Deng et al. 2022, Sec. 5.1)

@@ -58,7 +58,7 @@ def estimate_method(
     limit: int | None,
     seed: int = 0,
 ) -> Estimate:
-    """What a method would need; of ELLA, what it says itself."""
+    """What a method would need; ELLA is asked for its own estimate."""
     needs = estimate(method, problem, limit)
     if needs.unsupported or not method.is_ella:
         return needs
@@ -179,7 +179,7 @@ class Evaluation:
         seed: int,
         method: Method | None = None,
     ) -> Predictions:
-        """Predictions, with the covariances of a method that a KL is computed of."""
+        """Predictions; with covariances if the method's KL will be computed."""
         covariance = (
             self.reference_method is not None
             and method is not None

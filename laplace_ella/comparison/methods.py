@@ -262,7 +262,7 @@ def available_methods() -> dict[str, Method]:
 
 
 def default_methods(likelihood: str) -> list[Method]:
-    """What `compare` runs when it is not told.
+    """What `compare` runs if `methods` is not given.
 
     Temperature scaling has no meaning for regression and is left out there.
     """

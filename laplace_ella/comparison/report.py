@@ -80,7 +80,7 @@ class Report:
         return column_names([r for r in self.results if r.ok], "metrics")
 
     def rows(self) -> list[Row]:
-        """One `Row` a method and link, in the order of the run."""
+        """One `Row` per method and link, in the order of the run."""
         groups: dict[tuple[str, str], list[Result]] = {}
         for result in self.results:
             groups.setdefault((result.method, result.link), []).append(result)
@@ -146,13 +146,13 @@ class Report:
     # --- as data ---------------------------------------------------------------------
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame`, one line a method, link and seed."""
+        """A `pandas.DataFrame`, one line per method, link and seed."""
         try:
             import pandas as pd
         except ImportError as error:
             raise ImportError(
                 "to_pandas() needs pandas: pip install pandas. "
-                "to_csv() and to_dict() do without."
+                "to_csv() and to_dict() need nothing else."
             ) from error
         return pd.DataFrame(
             [

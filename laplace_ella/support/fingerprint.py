@@ -106,23 +106,9 @@ _COMMON = frozenset(vars(nn.Module()))
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice)
 
-#: What a class may consist of; descriptors and caches of the interpreter are left out.
-_MEMBERS = (
-    *_PLAIN,
-    torch.Tensor,
-    list,
-    tuple,
-    dict,
-    property,
-    staticmethod,
-    classmethod,
-    types.FunctionType,
-)
-
-#: Where a class stands and how it is described, which changes nothing.
-_DERIVED = frozenset(
-    {"__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
-)
+#: Code of a class, and its constants; descriptors and caches are left out.
+_CODE = (types.FunctionType, staticmethod, classmethod, property)
+_CONSTANTS = (*_PLAIN, torch.Tensor, list, tuple, dict)
 
 
 class _Reader:
@@ -276,7 +262,9 @@ class _Reader:
             for name, member in sorted(vars(base).items()):
                 if isinstance(member, functools.cached_property):
                     member = member.func
-                if isinstance(member, _MEMBERS) and name not in _DERIVED:
+                # __doc__, __annotations__, __firstlineno__, … change no number.
+                constant = isinstance(member, _CONSTANTS) and not name.startswith("__")
+                if constant or isinstance(member, _CODE):
                     self.read((name, member))
 
     # Modules

@@ -49,7 +49,7 @@ def parse_bytes(budget: int | float | str) -> int:
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on `device`; None where nobody tells.
+    """Bytes that can still be allocated on `device`, or None if that is not known.
 
     On the CPU the smaller of the machine's available memory and what the control
     group of the process (a container's limit) leaves.
