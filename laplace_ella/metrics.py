@@ -124,8 +124,9 @@ def nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
     _check_classification(probs, targets)
     observed = targets != IGNORED
     _check_some(targets[observed], "observed target")
-    chosen = probs[observed].gather(-1, targets[observed].unsqueeze(-1))
-    return float(-_log(chosen).mean())
+    classes = torch.where(observed, targets, 0).long()
+    chosen = probs.gather(-1, classes.unsqueeze(-1)).squeeze(-1)
+    return float(-_log(chosen[observed]).mean())
 
 
 def bernoulli_nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -250,7 +251,11 @@ def error_versus_confidence(
                     float(chosen.double().mean()),
                 )
             )
-    return ConfidenceCurve(*(list(column) for column in zip(*points, strict=True)))
+    return ConfidenceCurve(
+        [tau for tau, _, _ in points],
+        [error for _, error, _ in points],
+        [fraction for _, _, fraction in points],
+    )
 
 
 def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:

@@ -113,6 +113,17 @@ def test_a_structure_that_contains_itself_ends():
     assert digest(own) == digest(own)
 
 
+def test_a_long_chain_of_helpers_is_followed_to_its_end():
+    def chain(last):
+        scope = {"__name__": "users_module"}
+        lines = [f"def f{i}(x): return f{i + 1}(x)" for i in range(2000)]
+        exec("\n".join([*lines, f"def f2000(x): return {last}"]), scope)
+        return scope["f0"]
+
+    assert digest(chain("x")) == digest(chain("x"))
+    assert digest(chain("x")) != digest(chain("-x"))
+
+
 def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.BatchNorm1d(4))

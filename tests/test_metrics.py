@@ -150,6 +150,8 @@ def test_error_versus_confidence_by_hand(side, tau, error, fraction):
 def test_error_versus_confidence_leaves_out_empty_thresholds():
     curve = metrics.error_versus_confidence(PROBS, TARGETS, thresholds=[0.1, 0.9])
     assert curve.threshold == [0.9]
+    none = metrics.error_versus_confidence(PROBS, TARGETS, thresholds=[0.1])
+    assert none == metrics.ConfidenceCurve([], [], [])
 
 
 def test_ood_auroc_by_hand_and_with_ties():

@@ -118,8 +118,12 @@ class _Reader:
         self._hash = hashlib.sha256()
         self._open: set[int] = set()  # objects that are being read
         self._code: set[Any] = set()  # functions and classes that were read
+        self._helpers: list[Any] = []  # those that they use, to be read at the end
 
     def result(self) -> str:
+        # Not where they are met: a file of many functions would be a deep recursion.
+        while self._helpers:
+            self.read(self._helpers.pop(0))
         return self._hash.hexdigest()[:32]
 
     def read(self, value: Any) -> None:
@@ -244,12 +248,13 @@ class _Reader:
                 self._tag("empty")
         for name in sorted(set(_global_names(function.__code__))):
             used = function.__globals__.get(name)
-            helper = isinstance(used, (types.FunctionType, type))
             # Constants and helpers of the same file; a library is known by its name.
-            if isinstance(used, (*_PLAIN, torch.Tensor)) or (
-                helper and used.__module__ == function.__module__
-            ):
+            if isinstance(used, (*_PLAIN, torch.Tensor)):
                 self.read((name, used))
+            elif isinstance(used, (types.FunctionType, type)):
+                self._tag(name)
+                if used.__module__ == function.__module__:
+                    self._helpers.append(used)
 
     def _read_classes(self, cls: type) -> None:
         """Code and constants of a class and its bases, as far as users wrote them."""
