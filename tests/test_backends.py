@@ -608,7 +608,7 @@ def test_compare(backend):
             Method("library", {**options, "backend": backend}, tune="none"),
         ],
         links=("probit",),
-        progress=False,
+        progress_bar=False,
     )
     plain, library = report.results
     assert (plain.status, library.status) == (OK, OK)
