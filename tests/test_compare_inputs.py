@@ -302,6 +302,8 @@ def test_positions_of_a_regression():
         ({"val_loader": DataLoader(TensorDataset(X), 8)}, "val_loader has batches"),
         ({"train_loader": DataLoader(TensorDataset(X), 8)}, "train_loader has batches"),
         ({"test_loader": []}, "test_loader yielded no batch"),
+        ({"test_loader": None}, "test_loader is needed"),
+        ({"train_loader": None}, "train_loader is needed"),
         ({"test_loader": loader(0, 24, VALUES)}, r"class indices of shape \(N\), got"),
         ({"val_loader": loader(0, 24, CLASSES[:, None])}, r"val_loader .*\(8, 1\)"),
     ],

@@ -172,6 +172,9 @@ def compare(
     asked = None if memory_budget is None else parse_bytes(memory_budget)
     stored = _stored(cache)
 
+    for name, loader in {"train": train_loader, "test": test_loader}.items():
+        if loader is None:
+            raise ValueError(f"{name}_loader is needed: pass a DataLoader, got None.")
     data = Data(train_loader, test_loader, val_loader, dict(ood_loaders or {}))
     device = next(model.parameters()).device
     with evaluation_mode(model), reproducible(0, device, *data.named().values()):
