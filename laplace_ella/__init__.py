@@ -28,6 +28,7 @@ from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.subspace import Complement, SubspacePosterior
 from laplace_ella.support.layout import OutputLayout
 from laplace_ella.tuning.cache import FeatureCache
+from laplace_ella.tuning.calibration import temperature_scaling
 from laplace_ella.tuning.search import prior_precision_from_weight_decay
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "RowMode",
     "augmented_validation",
     "prior_precision_from_weight_decay",
+    "temperature_scaling",
     # Their parts
     "FeatureCache",
     "MemoryEstimate",

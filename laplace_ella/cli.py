@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import importlib.util
 import os
-import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,8 +30,8 @@ examples:
 _COMPARE_HELP = """\
 TARGET is module:function. The function takes no arguments and returns the arguments of
 laplace_ella.compare, as a dict (model, likelihood, train_loader, test_loader, and
-optionally val_loader, ood_loaders, ...) or as a tuple in that order. Modules of the
-current folder are found.
+optionally val_loader, ood_loaders, output_layout, ...) or as a tuple in that order.
+Modules of the current folder are found.
 
 example (mymodule.py):
   def setup():
@@ -114,6 +112,12 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--seeds", type=_integers, help="such as 0,1,2")
     compare.add_argument("--tune", choices=("marglik", "gridsearch", "none"))
     compare.add_argument("--prior-precision", type=float)
+    compare.add_argument(
+        "--memory-budget",
+        metavar="BYTES",
+        help='bytes, or a text like "8 GB"; methods that need more are skipped '
+        "(default: 80 %% of what is free)",
+    )
     compare.add_argument("--cache", type=Path, help="JSON file to reuse and add to")
     compare.add_argument(
         "--format",
@@ -131,7 +135,8 @@ def build_parser() -> argparse.ArgumentParser:
         "doctor",
         help="versions, devices, and what works for a given model",
         description="Without TARGET: versions and devices. With it: which derivatives "
-        "work for that model, and the memory that each method would need.",
+        "work for that model, and the memory that each method would need. What would "
+        "not fit into the free memory is reported and not tried.",
         epilog="example:\n  laplace-ella doctor mymodule:setup",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -250,10 +255,11 @@ def _compare(args: argparse.Namespace) -> int:
         "seeds": args.seeds,
         "tune": args.tune,
         "prior_precision": args.prior_precision,
+        "memory_budget": args.memory_budget,
         "cache": args.cache,
     }
     arguments.update({k: v for k, v in given.items() if v is not None})
-    arguments["progress"] = not args.quiet
+    arguments["progress_bar"] = not args.quiet
     report = _checked(lambda: compare(**arguments))
     print(_formatted(report, args.format))
     if args.out is not None:
@@ -287,29 +293,13 @@ def _formatted(report: Any, style: str) -> str:
     return str(report)
 
 
-# --- doctor --------------------------------------------------------------------------
-
-#: Distribution → whether the package needs it, or the extra it belongs to.
-_PACKAGES = {
-    "laplace-ella": "required",
-    "torch": "required",
-    "laplace-torch": "required",
-    "torchmetrics": "required",
-    "curvlinops-for-pytorch": "required",
-    "backpack-for-pytorch": "required",
-    "asdfghjkl": "required",
-    "matplotlib": 'plots: pip install "laplace-ella[plots]"',
-    "scikit-learn": 'demo: pip install "laplace-ella[demo]"',
-    "pandas": "only for Report.to_pandas()",
-}
-
-
 def _doctor(args: argparse.Namespace) -> int:
-    problems = _check_packages()
-    problems += _check_devices()
-    problems += _check_registration()
+    from laplace_ella.comparison import doctor
+
+    problems = doctor.check_installation()
     if args.target is not None:
-        problems += _check_model(load_target(args.target))
+        arguments = load_target(args.target)
+        problems += _checked(lambda: doctor.check_model(arguments))
     if problems:
         print("\nProblems:")
         for problem in problems:
@@ -317,140 +307,6 @@ def _doctor(args: argparse.Namespace) -> int:
         return NOTHING_SUCCEEDED
     print("\nNo problems found.")
     return DONE
-
-
-def _check_packages() -> list[str]:
-    print(f"Python {platform.python_version()} on {platform.platform()}")
-    problems: list[str] = []
-    for name, role in _PACKAGES.items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
-            # A source tree on the path works without a distribution of that name.
-            if role == "required" and name != "laplace-ella":
-                problems.append(f"{name} is not installed: pip install {name}")
-            elif role != "required":
-                version += f" ({role})"
-        print(f"  {name:<24} {version}")
-    return problems
-
-
-def _check_devices() -> list[str]:
-    import torch
-
-    from laplace_ella.support.resources import available_memory, human_bytes
-
-    free = available_memory(torch.device("cpu"))
-    print(
-        f"CPU: {torch.get_num_threads()} threads, "
-        f"{human_bytes(free) if free is not None else 'unknown'} free"
-    )
-    for i in range(torch.cuda.device_count()):
-        device = torch.device("cuda", i)
-        print(
-            f"CUDA {i}: {torch.cuda.get_device_name(device)}, "
-            f"{human_bytes(available_memory(device))} free"
-        )
-    if not torch.cuda.device_count():
-        print("CUDA: none")
-    return []
-
-
-def _check_registration() -> list[str]:
-    import torch
-    from laplace import Laplace
-
-    import laplace_ella
-
-    try:
-        la = Laplace(torch.nn.Linear(1, 1), "regression", "all", "nystrom")
-    except Exception as error:  # the point of a check-up is to report anything
-        return [f'Laplace(..., hessian_structure="nystrom") fails: {error}']
-    if not isinstance(la, laplace_ella.ELLALaplace):
-        return [f'hessian_structure="nystrom" gives {type(la).__name__}']
-    print('Laplace(..., hessian_structure="nystrom") is registered')
-    return []
-
-
-def _check_model(arguments: dict[str, Any]) -> list[str]:
-    """Derivatives that work for the model, and memory of every method."""
-    import copy
-
-    from laplace_ella.comparison.loaders import split
-    from laplace_ella.comparison.methods import (
-        describe_problem,
-        estimate,
-        resolve_methods,
-    )
-    from laplace_ella.support import batches
-    from laplace_ella.support.resources import available_memory, human_bytes
-
-    model = copy.deepcopy(arguments["model"]).eval()
-    train = arguments["train_loader"]
-    device = next(model.parameters()).device
-    x, _ = split(next(iter(train)), arguments.get("dict_key_y", "labels"))
-    x = batches.to_device(x, device)
-    key_x = arguments.get("dict_key_x", "input_ids")
-    problem = describe_problem(model, x, len(train.dataset), key_x)
-    print(
-        f"\nModel: {type(model).__name__}, P = {problem.n_params:,} trainable "
-        f"parameters, C = {problem.n_outputs} outputs, N = {problem.n_data:,} data, "
-        f"batches of {problem.batch}"
-    )
-    working = _print_derivatives(model, x, key_x)
-
-    free = available_memory(device)
-    print("\nEstimated memory, in the batches that would be used:")
-    for method in resolve_methods(None, arguments["likelihood"]):
-        needs = estimate(method, problem, free)
-        if needs.unsupported:
-            text = needs.unsupported
-        elif needs.batch is None:
-            text = f"{human_bytes(needs.bytes)}: does not fit"
-        else:
-            text = f"{human_bytes(needs.bytes)}, batches of {needs.batch}"
-        print(f"  {method.name:<18} {text}")
-    return [] if working else ["No way to differentiate this model was found."]
-
-
-def _print_derivatives(model: Any, x: Any, key_x: str) -> bool:
-    """Try each way of computing features on one example; whether any works."""
-    import time
-
-    import torch
-
-    from laplace_ella.derivatives.features import FeatureMode
-    from laplace_ella.derivatives.linearizer import Linearizer
-    from laplace_ella.derivatives.model_function import ModelFunction
-    from laplace_ella.support import batches
-
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    function = ModelFunction(model, names)
-    one = batches.take(x, slice(0, 1), batches.batch_size(x, key_x))
-    weights = next(model.parameters())
-    directions = torch.randn(2, sum(function.numels())).to(weights)
-    with torch.no_grad():
-        n_outputs = function(function.parameters(), one).shape[-1]
-    working = False
-    print("Ways of computing features J(x)V:")
-    for mode in FeatureMode:
-        if mode is FeatureMode.AUTO:
-            continue
-        linearizer = Linearizer(function, key_x, feature_mode=mode)
-        linearizer.n_outputs = n_outputs
-        start = time.perf_counter()
-        try:
-            with torch.no_grad():
-                linearizer.choose_feature_mode(one, directions)
-                linearizer.features(one, directions)
-            text = f"works, {1e3 * (time.perf_counter() - start):.0f} ms"
-            working = True
-        except Exception as error:  # a model may fail in any way
-            first = (str(error).splitlines() or [""])[0]
-            text = f"fails: {type(error).__name__}: {first}"
-        print(f"  {mode.value:<12} {text}")
-    return working
 
 
 # --- entry ---------------------------------------------------------------------------

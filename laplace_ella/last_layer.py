@@ -12,11 +12,15 @@ from laplace.utils.enums import Likelihood
 from torch import nn
 from torch.utils.data import DataLoader
 
+from laplace_ella.derivatives.features import FeatureMode
 from laplace_ella.derivatives.model_function import unwrap
+from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.fitting import sampling
 from laplace_ella.fitting.memory import MemoryEstimate
 from laplace_ella.posterior.fit import Fit
+from laplace_ella.posterior.subspace import Complement
+from laplace_ella.support.layout import OutputLayout
 
 __all__ = ["ELLALLLaplace"]
 
@@ -56,13 +60,23 @@ class ELLALLLaplace(ELLALaplace):
         last_layer_name: str | None = None,
         backend_kwargs: dict[str, Any] | None = None,
         asdl_fisher_kwargs: dict[str, Any] | None = None,
-        **options: Any,
+        *,  # named one by one: wrappers of Laplace read the names off the signature
+        subsample_size: int = 2000,
+        n_eigenvalues: int | str | None = None,
+        seed: int = 1234,
+        balanced: bool = False,
+        complement: Complement | str | None = None,
+        stochastic: bool | int = False,
+        output_layout: OutputLayout | str = OutputLayout.FLAT,
+        multi_label: bool = False,
+        feature_mode: FeatureMode | str = FeatureMode.AUTO,
+        row_mode: RowMode | str = RowMode.AUTO,
+        chunk_size: int | None = None,
+        compile: bool | dict[str, Any] = False,
+        memory_budget: int | float | str | None = None,
+        basis_dtype: torch.dtype | None = None,
+        basis_device: torch.device | str | None = None,
     ) -> None:
-        if "parameter_names" in options:
-            raise TypeError(
-                "parameter_names= chooses parameters of the whole network; here they "
-                "are the last layer's. Use subset_of_weights='all'."
-            )
         if asdl_fisher_kwargs is not None:
             raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
         super().__init__(
@@ -77,7 +91,21 @@ class ELLALLLaplace(ELLALaplace):
             dict_key_y,
             backend,
             backend_kwargs,
-            **options,
+            subsample_size=subsample_size,
+            n_eigenvalues=n_eigenvalues,
+            seed=seed,
+            balanced=balanced,
+            complement=complement,
+            stochastic=stochastic,
+            output_layout=output_layout,
+            multi_label=multi_label,
+            feature_mode=feature_mode,
+            row_mode=row_mode,
+            chunk_size=chunk_size,
+            compile=compile,
+            memory_budget=memory_budget,
+            basis_dtype=basis_dtype,
+            basis_device=basis_device,
         )
         self.feature_reduction = feature_reduction
         self._last_layer_name = last_layer_name

@@ -124,8 +124,9 @@ def nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
     _check_classification(probs, targets)
     observed = targets != IGNORED
     _check_some(targets[observed], "observed target")
-    chosen = probs[observed].gather(-1, targets[observed].unsqueeze(-1))
-    return float(-_log(chosen).mean())
+    classes = torch.where(observed, targets, 0).long()
+    chosen = probs.gather(-1, classes.unsqueeze(-1)).squeeze(-1)
+    return float(-_log(chosen[observed]).mean())
 
 
 def bernoulli_nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -250,11 +251,15 @@ def error_versus_confidence(
                     float(chosen.double().mean()),
                 )
             )
-    return ConfidenceCurve(*(list(column) for column in zip(*points, strict=True)))
+    return ConfidenceCurve(
+        [tau for tau, _, _ in points],
+        [error for _, error, _ in points],
+        [fraction for _, _, fraction in points],
+    )
 
 
 def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:
-    """AUROC of telling out-of-distribution inputs by a score of uncertainty.
+    """AUROC of detecting out-of-distribution inputs by an uncertainty score.
 
     Parameters
     ----------
@@ -442,10 +447,9 @@ def _check_gaussian(
     mean: torch.Tensor, variance: torch.Tensor, variances: bool = True
 ) -> None:
     """Covariances (N, C, C) or, if they are allowed, variances (N, C) of a mean."""
-    allowed = [(*mean.shape, mean.shape[-1])] if mean.ndim == 2 else []
-    if variances and mean.ndim == 2:
-        allowed.append(tuple(mean.shape))
-    if tuple(variance.shape) not in allowed:
+    full = mean.ndim == 2 and variance.shape == (*mean.shape, mean.shape[-1])
+    marginal = variances and mean.ndim == 2 and variance.shape == mean.shape
+    if not (full or marginal):
         either = "variances (N, C) or " if variances else ""
         raise ValueError(
             f"Expected mean (N, C) and {either}covariance (N, C, C), got shapes "

@@ -211,7 +211,10 @@ def _curves(
                 f"The report has no curve {name!r}"
                 + (f" for link {link!r}." if link else ".")
             )
-    return {k: v if isinstance(v, Mapping) else vars(v) for k, v in curves.items()}
+    return {
+        label: dict(curve) if isinstance(curve, Mapping) else vars(curve)
+        for label, curve in curves.items()
+    }
 
 
 # --- one posterior -------------------------------------------------------------------
@@ -397,7 +400,7 @@ def plot_boxes(
     Parameters
     ----------
     values : mapping
-        method → level → values, one a type of corruption
+        method → level → values, one per type of corruption
     """
     ax = new_axes(ax)
     from matplotlib.patches import Patch
@@ -443,7 +446,7 @@ def plot_cost_quality(
     quality: str = "nll",
     link: str | None = None,
 ) -> Axes:
-    """A metric against a cost, one labelled point a method; the lower left is best.
+    """A metric against a cost, one labelled point per method; the lower left is best.
 
     Parameters
     ----------

@@ -129,7 +129,8 @@ class Problem:
         return DataLoader(items, batch_size)
 
     def fit(self, **kwargs):
-        options = {"subsample_size": 1000, "n_eigenvalues": K} | kwargs
+        options = {"subsample_size": 1000, "n_eigenvalues": K, "complement": "drop"}
+        options |= kwargs
         la = Laplace(self.model, self.likelihood, "all", "nystrom", **options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RankWarning)
@@ -639,7 +640,7 @@ def test_rung(name, problem, rung):
             raise
         pytest.skip(f"not with torch {torch.__version__}: {error}")
     check_features(problem, la)
-    chosen = la._linearizer.modes(la.rank)
+    chosen = la.modes
     assert chosen.features == modes["feature_mode"]
     assert chosen.rows == modes.get("row_mode", chosen.rows)
     if measured_here() and rung == "forward":
@@ -650,7 +651,7 @@ def test_the_ladder_finds_a_rung_that_works(name, la):
     """What `auto` chose is among what works."""
     if not measured_here():
         pytest.skip(f"the rungs were measured with torch {MEASURED_WITH}")
-    arch, chosen = ARCHITECTURES[name], la._linearizer.modes(la.rank)
+    arch, chosen = ARCHITECTURES[name], la.modes
     assert chosen.features in supported(arch) | {"reverse"}
     if chosen.features == "forward":
         assert arch.forward == "vmap" or not chosen.together
@@ -761,7 +762,7 @@ def test_lora_costs_what_its_adapters_cost(build, targets):
     full, full_flops, full_memory = cost(plain)
     assert la.n_params == sum(p.numel() for p in lora.params) < full.n_params / 5
     assert la.basis.vectors.shape == (la.n_params, K)
-    assert list(la._linearizer.fn.names) == trainable
+    assert list(la.linearizer.fn.names) == trainable
     assert memory.basis < full_memory.basis / 5
     assert memory.total < full_memory.total
     assert flops < 0.9 * full_flops
@@ -825,7 +826,7 @@ def test_quantised_base_with_adapters():
 
     problem = Problem(build)
     la = problem.fit()
-    assert all("down" in n or "up" in n for n in la._linearizer.fn.names)
+    assert all("down" in n or "up" in n for n in la.linearizer.fn.names)
     before = [b.clone() for b in problem.model.buffers()]
     f_mu, phi = la.features(problem.x_test)
     f, Js = dense.jacobians(problem.model, problem.x_test, problem.params)

@@ -26,6 +26,7 @@ from torch import nn
 from laplace_ella import (
     ELLALaplace,
     ELLALLLaplace,
+    FeatureMode,
     Method,
     RowMode,
     UnsupportedLayerError,
@@ -168,7 +169,7 @@ def everything(model):
 
 
 def row_modes(la):
-    return la.row_mode, la._linearizer.modes(0).rows  # whatever the rank
+    return la.row_mode, la.linearizer.modes(0).rows  # whatever the rank
 
 
 # --- the same numbers --------------------------------------------------------------
@@ -183,7 +184,7 @@ def test_rows(name, backend, chunk_size):
     _, Js = dense.jacobians(case.model, case.x, case.params)
     examples = torch.tensor([0, 4, 4, 1, 5, 3, 0])
     cotangents = torch.randn(7, Js.shape[1]).double()
-    rows = la._linearizer.rows(case.x, examples, cotangents)
+    rows = la.linearizer.rows(case.x, examples, cotangents)
     assert_close(rows, torch.einsum("mc,mcp->mp", cotangents, Js[examples]))
     assert row_modes(la) == (LIBRARIES[backend], LIBRARIES[backend])
 
@@ -194,8 +195,8 @@ def test_posterior(name, backend):
     case = make(name)
     expected, la = fit(case, backend=CurvlinopsGGN), fit(case, backend=backend)
     own = (RowMode.VMAP, RowMode.LOOP)
-    assert expected._linearizer.modes(expected.rank).rows in own
-    assert la._linearizer.modes(la.rank).jacobians in (None, *own)
+    assert expected.modes.rows in own
+    assert la.modes.jacobians in (None, *own)
     assert_close(la.basis.eigenvalues, expected.basis.eigenvalues)
     for a, e in zip(
         la._glm_predictive_distribution(case.x_test),
@@ -248,7 +249,7 @@ def test_ways_of_using_a_layer(model, shape, n_out, backend):
     la = build(case, backend=backend)
     _, Js = dense.jacobians(case.model, case.x, case.params)
     examples, cotangents = torch.arange(7), torch.randn(7, n_out).double()
-    rows = la._linearizer.rows(case.x, examples, cotangents)
+    rows = la.linearizer.rows(case.x, examples, cotangents)
     assert_close(rows, torch.einsum("mc,mcp->mp", cotangents, Js))
 
 
@@ -311,9 +312,9 @@ def test_embedding(backend):
     names = [name for name, _ in model.named_parameters()]
     _, Js = dense.jacobians(model, x)
     la = ELLALaplace(model, "classification", backend=backend)
-    assert list(la._linearizer.fn.names) == names
+    assert list(la.linearizer.fn.names) == names
     cotangents = torch.randn(6, 2)
-    rows = la._linearizer.rows(x, torch.arange(6), cotangents)
+    rows = la.linearizer.rows(x, torch.arange(6), cotangents)
     expected = torch.einsum("mc,mcp->mp", cotangents, Js)
     assert_close(rows, expected, rtol=1e-4, atol=1e-6)
 
@@ -555,7 +556,7 @@ def test_row_mode_and_backend():
         with pytest.raises(ValueError, match=r"(?s)row_mode.*loop.*Leave one"):
             build(case, row_mode="loop", backend=backend)
     la = fit(case, row_mode="loop", backend=CurvlinopsGGN)
-    assert la._linearizer.modes(la.rank).rows is RowMode.LOOP
+    assert la.modes.rows is RowMode.LOOP
 
 
 # --- the family --------------------------------------------------------------------
@@ -570,7 +571,7 @@ def test_through_laplace(backend, subset):
     la.fit(case.loader())
     expected = Laplace(case.model, case.likelihood, **options)
     expected.fit(case.loader())
-    assert la._linearizer.modes(la.rank).rows is LIBRARIES[backend]
+    assert la.modes.rows is LIBRARIES[backend]
     assert la._backend_cls is backend
     assert_close(la(case.x_test), expected(case.x_test))
 
@@ -583,11 +584,11 @@ def test_is_reported_and_survives(backend, caplog):
         la = fit(case, backend=backend)
     assert f"rows of the Jacobian by {mode.name}".lower() in caplog.text.lower()
     state = la.state_dict()
-    assert state["row_mode"] == mode.value
+    assert state["mode_rows"] == mode.value
     loaded = build(case)
     loaded.load_state_dict(state)
     for other in (loaded, pickle.loads(pickle.dumps(la)), copy.deepcopy(la)):
-        assert other._linearizer.modes(other.rank).rows is mode
+        assert other.modes.rows is mode
         assert_close(other(case.x_test), la(case.x_test))
         other.fit(case.loader())
         assert_close(other.H, la.H)
@@ -609,7 +610,7 @@ def test_compare(backend):
             Method("library", {**options, "backend": backend}, tune="none"),
         ],
         links=("probit",),
-        progress=False,
+        progress_bar=False,
     )
     plain, library = report.results
     assert (plain.status, library.status) == (OK, OK)
@@ -622,5 +623,6 @@ def test_jacobians_keep_to_torch():
     case = make("classification_mlp")
     for backend in LIBRARIES:
         la = fit(case, backend=backend, feature_mode="reverse")
-        assert la._linearizer.modes(la.rank).jacobians in (RowMode.VMAP, RowMode.LOOP)
+        assert la.modes.features is FeatureMode.REVERSE
+        assert la.modes.jacobians in (None, RowMode.VMAP, RowMode.LOOP)
         assert_close(la.H, fit(case, feature_mode="reverse").H)

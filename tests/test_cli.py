@@ -58,6 +58,28 @@ def slow():
     s["model"] = Slow(2, 2)
     return s
 
+def pixels():
+    # 64x64 positions: the Jacobian of one example has 107 million numbers
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 1, 64, 64), torch.randint(3, (4, 64, 64))
+    loader = DataLoader(TensorDataset(x, y), batch_size=2)
+    model = nn.Sequential(nn.Conv2d(1, 300, 5, padding=2), nn.Conv2d(300, 3, 1))
+    return dict(model=model, likelihood="classification", train_loader=loader,
+                test_loader=loader, output_layout="channels_first")
+
+def pixels_without_layout():
+    s = pixels()
+    del s["output_layout"]
+    return s
+
+def stream():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(s["test_loader"].dataset)
+    s = setup()
+    s["train_loader"] = DataLoader(Stream(), batch_size=20)
+    return s
+
 not_a_function = 3
 """
 
@@ -201,7 +223,7 @@ def test_an_error_in_the_users_function_is_named(monkeypatch, capsys, folder):
 
 def test_exit_code_1_when_no_method_succeeds(monkeypatch, capsys, folder):
     (folder / "task.py").write_text(
-        SETUP + "\ndef tiny():\n    return {**setup(), 'max_memory': 10}\n"
+        SETUP + "\ndef tiny():\n    return {**setup(), 'memory_budget': 10}\n"
     )
     code, out, _ = call(
         monkeypatch, capsys, folder, "compare", "task:tiny", "--methods", "full",
@@ -240,6 +262,80 @@ def test_doctor_reports_versions_and_the_model(monkeypatch, capsys, folder):
             for line in out.splitlines()
         )
     assert "last-layer-kron" in out
+
+
+def doctor_modes(out):
+    """Way of computing features → what doctor says about it."""
+    lines = [line.split(maxsplit=1) for line in out.splitlines()]
+    modes = ("forward", "reverse", "double_vjp")
+    return {line[0]: line[1] for line in lines if line and line[0] in modes}
+
+
+def test_doctor_tries_nothing_that_does_not_fit(monkeypatch, capsys, folder):
+    from laplace_ella import ELLALaplace
+    from laplace_ella.support import resources
+
+    tried = []
+    fit = ELLALaplace.fit
+
+    def spy(self, *args, **kwargs):
+        tried.append(self.feature_mode.value)
+        return fit(self, *args, **kwargs)
+
+    monkeypatch.setattr(ELLALaplace, "fit", spy)
+    monkeypatch.setattr(resources, "available_memory", lambda device: 5 * 10**8)
+    code, out, _ = call(monkeypatch, capsys, folder, "doctor", "task:pixels")
+    assert code == 0, out
+    assert "C = 3 × 64 × 64 outputs" in out
+    modes = doctor_modes(out)
+    assert modes["forward"].startswith("works")
+    assert modes["double_vjp"].startswith("works")
+    # P = 8,703; 2 copies of 12,288 × 8,703 floats are 855 MB
+    assert "not tried: needs" in modes["reverse"]
+    assert "MB for one example, 400.0 MB may be used" in modes["reverse"]
+    assert tried == ["forward", "double_vjp"]
+    assert "diag               not supported: outputs at many positions" in out
+
+
+def test_doctor_that_can_try_nothing_says_so(monkeypatch, capsys, folder):
+    from laplace_ella.support import resources
+
+    monkeypatch.setattr(resources, "available_memory", lambda device: 100)
+    code, out, _ = call(monkeypatch, capsys, folder, "doctor", "task:setup")
+    assert code == 1
+    assert set(doctor_modes(out)) == {"forward", "reverse", "double_vjp"}
+    assert all("not tried" in text for text in doctor_modes(out).values())
+    assert "No problems found" not in out
+    assert "that fits into the free memory was found" in out
+
+
+def test_doctor_asks_for_the_layout(monkeypatch, capsys, folder):
+    code, out, _ = call(
+        monkeypatch, capsys, folder, "doctor", "task:pixels_without_layout"
+    )
+    assert code == 1
+    assert "output_layout='channels_last'" in out
+
+
+def test_doctor_of_iterable_data(monkeypatch, capsys, folder):
+    code, out, _ = call(monkeypatch, capsys, folder, "doctor", "task:stream")
+    assert code == 0, out
+    assert "N = 60 data" in out
+    assert "ella               not supported: ELLA draws training examples" in out
+
+
+def test_compare_passes_layout_and_memory_on(monkeypatch, capsys, folder):
+    args = ["compare", "task:pixels", "--methods", "map,ella-marglik,diag", "--quiet"]
+    code, out, _ = call(
+        monkeypatch, capsys, folder, *args, "--memory-budget", "1 MB",
+        "--links", "probit",
+    )  # fmt: skip
+    assert code == 0
+    assert "skipped: would need" in out
+    assert "not supported: outputs at many positions" in out
+    code, _, err = call(monkeypatch, capsys, folder, *args, "--memory-budget", "much")
+    assert code == 2
+    assert "memory_budget must be bytes or a text like '8 GB'" in err
 
 
 def test_demo_regression_part(monkeypatch, capsys, tmp_path):

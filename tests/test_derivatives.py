@@ -19,6 +19,7 @@ from laplace_ella.derivatives.sizes import Activations, PassSizes
 from laplace_ella.errors import InsufficientMemoryError, NotDifferentiableError
 from laplace_ella.support.batches import Batch, take
 from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.metric import Metric
 from tests import dense
 from tests.cases import CNN, mlp
 from tests.fitting import assert_close
@@ -511,10 +512,10 @@ def test_positions_belong_to_their_call(first):
 def check_empty(linearizer, x, model):
     V = directions(model, 2)
     P = V.shape[1]
-    out = linearizer.features_and_kernel(x, V)
+    out = linearizer.features_and_residual(x, V)
     assert out.f.shape == (0, 4)
     assert out.phi.shape == linearizer.features(x, V).phi.shape == (0, 4, 2)
-    assert out.kernel.shape == (0, 4, 4)
+    assert out.residual.shape == (0, 4, 4)
     f, J, positions = linearizer.jacobian(x)
     assert f.shape == (0, 4)
     assert J.shape == (0, 4, P)
@@ -600,26 +601,24 @@ def test_blocks(layout_of_work, row_mode, first, monkeypatch):
     out = linearizer.features(x, V)
     assert_close(out.f, positions.rows(f))
     assert_close(out.phi, rows @ V.T)
-    assert out.kernel is None
-    out = linearizer.features_and_kernel(x, V)
+    assert out.residual is None
+    out = linearizer.features_and_residual(x, V)
+    outside = rows - rows @ V.T @ V
     assert_close(out.f, positions.rows(f))
     assert_close(out.phi, rows @ V.T)
-    assert_close(out.kernel, rows @ rows.mT)
+    assert_close(out.residual, outside @ outside.mT)
+    # Under a prior that is not scalar: the part of JD⁻¹Jᵀ that no V explains.
     w = torch.rand(P).double()
-    out = linearizer.features_and_kernel(x, V, w)
-    assert_close(out.phi, (rows * w) @ V.T)
-    assert_close(out.kernel, (rows * w) @ rows.mT)
-    out = linearizer.features_and_kernel(x, V, residual=True)
-    outside = rows - rows @ V.T @ V
-    assert_close(out.phi, rows @ V.T)
-    assert_close(out.kernel, outside @ outside.mT)
-    with pytest.raises(ValueError, match="residual"):
-        linearizer.features_and_kernel(x, V, w, residual=True)
+    inverse = torch.linalg.inv((V * w) @ V.T)
+    out = linearizer.features_and_residual(x, V, Metric(w, inverse))
+    phi = (rows * w) @ V.T
+    assert_close(out.phi, phi)
+    assert_close(out.residual, (rows * w) @ rows.mT - phi @ inverse @ phi.mT)
     expected = {"whole": 36, "examples": 36, "positions": 8, "pairs": 3}
     assert max(most) <= expected[layout_of_work]
 
 
-def test_kernels_that_cannot_fit_are_refused_before_any_work():
+def test_residuals_that_cannot_fit_are_refused_before_any_work():
     """The error has the number, and the model has seen one example."""
     model = mlp(2, 1, 20_000)
     calls = []
@@ -627,39 +626,40 @@ def test_kernels_that_cannot_fit_are_refused_before_any_work():
     V = directions(model, 1)
     model.register_forward_hook(lambda *args: calls.append(args))
     with pytest.raises(InsufficientMemoryError, match=r"1\.6 GB.*1\.0 GB"):
-        linearizer.features_and_kernel(torch.randn(1, 2), V)
+        linearizer.features_and_residual(torch.randn(1, 2), V)
     with pytest.raises(InsufficientMemoryError, match="Jacobians"):
         linearizer.jacobian(torch.randn(3, 2))
     assert len(calls) == 1
 
 
 def test_the_residual_does_not_cancel():
-    """J nearly in the span of V: the kernel outside keeps its digits, in float32."""
+    """J nearly in the span of V: the part outside keeps its digits, in float32."""
     torch.manual_seed(0)
     model = nn.Linear(40_000, 1, bias=False)
     V = directions(model, 3)
     x = 100 * torch.randn(4, 3) @ V + 1e-2 * torch.randn(4, 40_000)
-    out = linearize(model).features_and_kernel(x, V, residual=True)
+    out = linearize(model).features_and_residual(x, V)
     J, V64 = x.double().unsqueeze(1), V.double()
     outside = J - J @ V64.T @ V64
     expected = outside @ outside.mT
-    error = (out.kernel.double() - expected).abs() / expected
-    assert (out.kernel > 0).all()
+    error = (out.residual.double() - expected).abs() / expected
+    assert (out.residual > 0).all()
     # of J rounded to float32: ‖J‖ eps against a residual of norm 2
     assert error.max() < 1e-4
-    naive = linearize(model).features_and_kernel(x, V)
-    difference = naive.kernel - naive.phi @ naive.phi.mT
+    difference = (x * x).sum(-1)[:, None, None] - out.phi @ out.phi.mT
     assert ((difference.double() - expected).abs() / expected).max() > 10 * error.max()
 
 
 def test_long_sums_keep_their_digits():
-    """A kernel over many parameters is right to a few float32 roundings."""
+    """A residual over many parameters is right to a few float32 roundings."""
     torch.manual_seed(0)
     model = nn.Linear(300_000, 1, bias=False)
     x = torch.rand(3, 300_000)  # nothing cancels, every rounding adds up
-    kernel = linearize(model).features_and_kernel(x, directions(model, 2)).kernel
-    expected = x.double().square().sum(-1)
-    error = (kernel.double().flatten() - expected).abs() / expected
+    V = torch.zeros(1, 300_000)
+    V[0, 0] = 1
+    residual = linearize(model).features_and_residual(x, V).residual
+    expected = x[:, 1:].double().square().sum(-1)
+    error = (residual.double().flatten() - expected).abs() / expected
     assert error.max() < 4 * torch.finfo(torch.float32).eps
 
 
@@ -675,9 +675,9 @@ def test_no_graph_where_the_user_wants_none(options):
 
     def results():
         out = linearizer.features(x, V, create_graph=True)
-        kernel = linearizer.features_and_kernel(x, V, create_graph=True)
+        kernel = linearizer.features_and_residual(x, V, create_graph=True)
         f, J, _ = linearizer.jacobian(x, create_graph=True)
-        return out.f, out.phi, kernel.f, kernel.phi, kernel.kernel, f, J
+        return out.f, out.phi, kernel.f, kernel.phi, kernel.residual, f, J
 
     assert all(t.requires_grad for t in results())
     with torch.no_grad():
@@ -693,7 +693,7 @@ def test_graph_of_the_inputs(options):
 
     def values(x):
         phi = linearizer.features(x, V, create_graph=True).phi
-        return phi, linearizer.features_and_kernel(x, V, create_graph=True).kernel
+        return phi, linearizer.features_and_residual(x, V, create_graph=True).residual
 
     x = torch.randn(2, 2).double().requires_grad_()
     assert torch.autograd.gradcheck(values, (x,))

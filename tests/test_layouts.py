@@ -653,7 +653,7 @@ def test_named_parameters_by_pattern_and_prior():
         n_eigenvalues=3,
     )
     la.fit(data)
-    assert la._linearizer.fn.names == ("2.weight", "2.bias")
+    assert la.linearizer.fn.names == ("2.weight", "2.bias")
     assert la.sample(2).shape == (2, la.n_params)
     assert la.prior_precision_diag.shape == (la.n_params,)
     last = Laplace(

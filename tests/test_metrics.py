@@ -32,6 +32,33 @@ def test_nll_of_an_underflow_is_finite_and_large():
     assert metrics.nll(probs, torch.tensor([1])) == pytest.approx(87.3365, abs=1e-3)
 
 
+def test_nll_of_class_probabilities_is_the_cross_entropy():
+    onehot = torch.nn.functional.one_hot(TARGETS, 3).float()
+    assert metrics.nll(PROBS, onehot) == pytest.approx(metrics.nll(PROBS, TARGETS))
+    mixed = torch.tensor([[0.5, 0.5, 0.0]])
+    expected = -0.5 * (math.log(0.7) + math.log(0.2))
+    assert metrics.nll(PROBS[:1], mixed) == pytest.approx(expected)
+
+
+def test_nll_leaves_out_what_is_not_observed():
+    targets = torch.tensor([0, -100, 1, -100])
+    expected = -(math.log(0.7) + math.log(0.3)) / 2
+    assert metrics.nll(PROBS, targets) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="at least one observed target, got none"):
+        metrics.nll(PROBS, torch.full((4,), -100))
+
+
+def test_bernoulli_nll_by_hand():
+    probs = torch.tensor([[0.9, 0.2], [0.5, 0.0]])
+    targets = torch.tensor([[1, 0], [1, 0]])
+    expected = -(math.log(0.9) + math.log(0.8) + math.log(0.5)) / 2
+    assert metrics.bernoulli_nll(probs, targets) == pytest.approx(expected)
+    wrong = metrics.bernoulli_nll(torch.tensor([[0.0]]), torch.tensor([[1]]))
+    assert wrong == pytest.approx(87.3365, abs=1e-3)
+    with pytest.raises(ValueError, match="same shape"):
+        metrics.bernoulli_nll(probs, targets[:, 0])
+
+
 def test_brier_by_hand():
     rows = [
         0.3**2 + 0.2**2 + 0.1**2,
@@ -71,6 +98,23 @@ def test_entropy_of_uniform_and_of_certainty():
     assert value.tolist() == pytest.approx([math.log(4), 0.0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_entropies_keep_the_dtype_and_are_differentiable(dtype):
+    probs = torch.tensor([[0.3, 0.7]], dtype=dtype, requires_grad=True)
+    value = metrics.entropy(probs)
+    assert value.dtype == dtype
+    (gradient,) = torch.autograd.grad(value.sum(), probs)
+    assert gradient.tolist()[0] == pytest.approx([-math.log(p) - 1 for p in (0.3, 0.7)])
+    labels = metrics.binary_entropy(probs)
+    assert labels.dtype == dtype
+    assert labels.shape == probs.shape
+    # both labels have the same entropy here, that of a coin with p = 0.3
+    assert labels.tolist()[0] == pytest.approx([float(value.detach())] * 2)
+    (gradient,) = torch.autograd.grad(labels.sum(), probs)
+    expected = [math.log((1 - p) / p) for p in (0.3, 0.7)]
+    assert gradient.tolist()[0] == pytest.approx(expected, rel=1e-5)
+
+
 def test_reliability_curve_is_what_ece_averages():
     generator = torch.Generator().manual_seed(1)
     probs = torch.softmax(2 * torch.randn(400, 5, generator=generator), -1)
@@ -106,6 +150,8 @@ def test_error_versus_confidence_by_hand(side, tau, error, fraction):
 def test_error_versus_confidence_leaves_out_empty_thresholds():
     curve = metrics.error_versus_confidence(PROBS, TARGETS, thresholds=[0.1, 0.9])
     assert curve.threshold == [0.9]
+    none = metrics.error_versus_confidence(PROBS, TARGETS, thresholds=[0.1])
+    assert none == metrics.ConfidenceCurve([], [], [])
 
 
 def test_ood_auroc_by_hand_and_with_ties():
@@ -146,6 +192,35 @@ def test_gaussian_nll_uses_the_correlation_of_the_outputs():
         torch.zeros(1, 2), covariance, torch.tensor([[1.0, -1.0]])
     )
     assert value == pytest.approx(expected)
+
+
+def test_gaussian_nll_of_variances_is_that_of_a_diagonal_covariance():
+    generator = torch.Generator().manual_seed(4)
+    mean, targets = (torch.randn(6, 3, generator=generator) for _ in range(2))
+    variance = 0.1 + torch.rand(6, 3, generator=generator)
+    value = metrics.gaussian_nll(mean, variance, targets)
+    assert value == pytest.approx(
+        metrics.gaussian_nll(mean, torch.diag_embed(variance), targets)
+    )
+    normal = torch.distributions.Normal(mean.double(), variance.double().sqrt())
+    expected = -normal.log_prob(targets.double()).sum(-1).mean()
+    assert value == pytest.approx(float(expected))
+
+
+def test_gaussian_nll_of_variances_forms_no_covariance(monkeypatch):
+    """10,000 outputs: one C×C matrix in float64 would take 800 MB."""
+    mean = torch.zeros(2, 10_000)
+    largest = []
+    original = torch.Tensor.double
+    monkeypatch.setattr(
+        torch.Tensor, "double", lambda t: (largest.append(t.numel()), original(t))[1]
+    )
+    value = metrics.gaussian_nll(mean, torch.ones_like(mean), mean)
+    assert value == pytest.approx(5_000 * math.log(2 * math.pi))
+    assert max(largest) == mean.numel()
+    regression = metrics.regression_metrics(mean, torch.ones_like(mean), mean)
+    assert regression["nll"] == pytest.approx(value)
+    assert max(largest) == mean.numel()
 
 
 def test_rmse_by_hand():
@@ -221,7 +296,9 @@ def test_shape_errors_name_what_came():
     with pytest.raises(ValueError, match=r"\(4, 3\) and \(3,\)"):
         metrics.nll(PROBS, TARGETS[:3])
     with pytest.raises(ValueError, match=r"covariance \(N, C, C\)"):
-        metrics.gaussian_nll(torch.zeros(2, 1), torch.ones(2, 1), torch.zeros(2, 1))
+        metrics.gaussian_nll(torch.zeros(2, 1), torch.ones(2), torch.zeros(2, 1))
+    with pytest.raises(ValueError, match=r"covariance \(N, C, C\), got .*\(2, 1\)"):
+        metrics.gaussian_kl(*([torch.ones(2, 1)] * 4))
     with pytest.raises(ValueError, match="at least one"):
         metrics.accuracy(PROBS[:0], TARGETS[:0])
     with pytest.raises(ValueError, match="side"):

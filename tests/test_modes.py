@@ -44,7 +44,7 @@ def test_features(name, mode):
     """f and φ = J V are the dense ones to float64 accuracy, and so is H."""
     case = make(name)
     la = fit(case, feature_mode=mode, row_mode="loop")
-    assert la._linearizer.modes(la.rank).features is FeatureMode(mode)
+    assert la.modes.features is FeatureMode(mode)
     f, Js = dense.jacobians(case.model, case.x_test, case.params)
     f_mu, phi = la.features(case.x_test)
     assert_close(f_mu, f)
@@ -57,7 +57,7 @@ def test_rows(name, mode):
     """Eigenvalues, span and trace are those of the dense gradients."""
     case = make(name)
     la = fit(case, row_mode=mode, feature_mode="reverse", n_eigenvalues=5)
-    assert la._linearizer.modes(la.rank).rows is RowMode(mode)
+    assert la.modes.rows is RowMode(mode)
     rows = dense.jacobians(case.model, case.x, case.params)[1].flatten(0, 1)
     V, eigenvalues = dense.nystrom(rows, 5)
     assert_close(la.basis.eigenvalues, eigenvalues[:5])
@@ -75,7 +75,7 @@ def test_single_rows(name, mode):
     examples = torch.tensor([3, 0, 0, 5, 3])
     g = torch.Generator().manual_seed(1)
     cotangents = torch.randn(5, Js.shape[1], generator=g).double()
-    rows = la._linearizer.rows(case.x, examples, cotangents)
+    rows = la.linearizer.rows(case.x, examples, cotangents)
     assert_close(rows, torch.einsum("mc,mcp->mp", cotangents, Js[examples]))
 
 
@@ -85,7 +85,7 @@ def test_jacobian(name, mode):
     """J(x) by batched or by single backward passes."""
     case = make(name)
     la = fit(case, row_mode=mode)
-    f, Js, positions = la._linearizer.jacobian(case.x_test)
+    f, Js, positions = la.linearizer.jacobian(case.x_test)
     assert positions.output_shape == tuple(f.shape[1:])
     expected = dense.jacobians(case.model, case.x_test, case.params)
     assert_close(f, expected[0])
@@ -143,7 +143,7 @@ def test_auto_decides_once(name):
     """Later calls of the model are those of the way that was chosen, no trials."""
     case = make(name)
     la = fit(case)
-    chosen = la._linearizer.modes(la.rank)
+    chosen = la.modes
     assert FeatureMode.AUTO not in (chosen.features, chosen.rows)
     asked = fit(case, feature_mode=chosen.features.value, row_mode=chosen.rows.value)
     calls = count_calls(case.model)
@@ -153,7 +153,7 @@ def test_auto_decides_once(name):
         posterior.features(case.x_test)
         numbers.append(len(calls))
     assert numbers[0] == numbers[1] == numbers[2] > 0
-    assert la._linearizer.modes(la.rank) == chosen
+    assert la.modes == chosen
 
 
 def test_auto_decides_on_the_first_batch_only():
@@ -176,14 +176,14 @@ def test_a_later_fit_keeps_the_way(monkeypatch):
     """Neither a refit nor a prediction tries other ways again."""
     case = make("lstm")
     la = fit(case)
-    chosen = la._linearizer.modes(la.rank).features
+    chosen = la.modes.features
     attempts = []
     monkeypatch.setattr(linearizer, "attempt", lambda *a: attempts.append(a))
     la.fit(case.loader())
     la(case.x_test)
     la.features(case.x_test)
     assert not attempts
-    assert la._linearizer.modes(la.rank).features is chosen
+    assert la.modes.features is chosen
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "weight_norm", "attention"])
@@ -195,9 +195,9 @@ def test_auto_falls_back(name):
         warnings.simplefilter("error", RuntimeWarning)
         la.fit(case.loader())
     if (name, "forward") in UNSUPPORTED:
-        assert la._linearizer.modes(la.rank).features is not FeatureMode.FORWARD
+        assert la.modes.features is not FeatureMode.FORWARD
     if (name, "vmap") in UNSUPPORTED:
-        assert la._linearizer.modes(la.rank).rows is RowMode.LOOP
+        assert la.modes.rows is RowMode.LOOP
     Js = dense.jacobians(case.model, case.x_test, case.params)[1]
     assert_close(la.features(case.x_test)[1], Js @ la.basis.vectors)
 
@@ -206,7 +206,7 @@ def test_auto_falls_back_from_a_fused_operator():
     """An LSTM in float32 has no forward mode; the default finds another way."""
     case = single("lstm")
     la = fit(case)
-    assert la._linearizer.modes(la.rank).features is not FeatureMode.FORWARD
+    assert la.modes.features is not FeatureMode.FORWARD
     Js = dense.jacobians(case.model, case.x_test, case.params)[1]
     expected = Js @ la.basis.vectors
     torch.testing.assert_close(
@@ -235,7 +235,7 @@ def test_auto_prefers_the_cheaper_direction():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             la.fit(DataLoader(TensorDataset(x, y), 15))
-        assert la._linearizer.modes(la.rank).features is mode
+        assert la.modes.features is mode
 
 
 @pytest.mark.parametrize("name", ["lstm", "weight_norm"])
@@ -316,8 +316,8 @@ def test_predict_under_autocast_after_a_fit_without(complement):
     la = fit(case, complement=complement)
     expected = la(case.x_test)
     for mode in ("forward", "reverse", "double_vjp"):
-        options = dataclasses.replace(la._linearizer.options, feature_mode=mode)
-        la._linearizer = la._linearizer.with_options(options)
+        options = dataclasses.replace(la.linearizer.options, feature_mode=mode)
+        la.linearizer = la.linearizer.with_options(options)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             probs = la(case.x_test)
         assert probs.dtype == torch.float32
@@ -452,13 +452,13 @@ def test_sampled_curvature_takes_one_backward_pass_a_sample(mode):
     case = make("classification_cnn")
     la = fit(case, stochastic=2, row_mode=mode)
     counted = []
-    original = la._linearizer.row_chunks
+    original = la.linearizer.row_chunks
 
     def rows(x, examples, cotangents):
         counted.append(len(examples))
         return original(x, examples, cotangents)
 
-    la._linearizer.row_chunks = rows
+    la.linearizer.row_chunks = rows
     la.subsample_size = 5
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -49,7 +49,7 @@ def results(data_dir):
         row_mode="vmap",
         feature_mode="reverse",
     )
-    stopping = EarlyStopping(start=50, growth=1.25, patience=100)
+    stopping = EarlyStopping(start=50, growth=1.25, patience=100, link_approx="mc")
     la.fit(loader(*train), val_loader=val, early_stopping=stopping)
     history, n_stopped = la.history, la.n_data
     cache = FeatureCache.from_loader(la, test)

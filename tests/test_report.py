@@ -9,13 +9,9 @@ import math
 
 import pytest
 
-from laplace_ella.comparison.report import (
-    Report,
-    Result,
-    distance_from_best,
-    format_value,
-    mean_and_error,
-)
+from laplace_ella.comparison.report import Report, Result
+from laplace_ella.comparison.results import distance_from_best, mean_and_error
+from laplace_ella.comparison.tables import format_value
 
 
 def make_report() -> Report:
@@ -136,7 +132,7 @@ def test_csv_has_full_precision_and_status():
     assert rows[3]["status"].startswith("not supported")
 
 
-def test_pandas_has_one_line_a_result():
+def test_pandas_has_one_line_per_result():
     pytest.importorskip("pandas")
     frame = make_report().to_pandas()
     assert list(frame["method"]) == ["map", "ella", "ella", "kron"]
@@ -220,3 +216,45 @@ def test_curves_by_link():
     )
     assert list(report.curves("reliability", "mc")) == ["map", "ella"]
     assert list(report.curves("reliability")) == ["map", "ella (mc)", "ella (probit)"]
+
+
+def test_flat_dict_has_scalars_by_method_link_and_column():
+    flat = make_report().to_dict(flat=True)
+    assert flat == {
+        "map/accuracy": 0.90,
+        "map/nll": 0.30,
+        "map/fit_s": 1.0,
+        "map/floats": 12_700.0,
+        "ella/mc/accuracy": 0.90,
+        "ella/mc/nll": 0.25,
+        "ella/mc/fit_s": 1.0,
+        "ella/mc/floats": 12_700.0,
+        "ella/probit/accuracy": 0.91,
+        "ella/probit/nll": 0.28,
+        "ella/probit/fit_s": 1.0,
+        "ella/probit/floats": 12_700.0,
+    }
+
+
+def test_flat_dict_of_seeds_and_of_names_that_loggers_refuse():
+    report = Report(
+        [
+            Result("K=5", "mc", seed, metrics={"nll": v, "auroc:digits 8, 9": 0.5})
+            for seed, v in enumerate([1.0, 3.0])
+        ]
+        + [Result("K+5", "mc", metrics={"nll": math.nan, "ece": 0.1})]
+        + [Result("K+5", "probit", metrics={"nll": 4.0})]
+    )
+    assert report.to_dict(flat=True) == {
+        "K_5/mc/nll": 2.0,
+        "K_5/mc/nll_se": 1.0,
+        "K_5/mc/auroc/digits 8_ 9": 0.5,
+        "K_5/mc/auroc/digits 8_ 9_se": 0.0,
+        "K_5/mc/ece": 0.1,
+        "K_5/probit/nll": 4.0,
+    }
+
+
+def test_flat_dict_never_overwrites():
+    report = Report([Result(name, metrics={"nll": 1.0}) for name in ("a=b", "a+b")])
+    assert report.to_dict(flat=True) == {"a_b/nll": 1.0, "a_b/nll_": 1.0}

@@ -204,7 +204,7 @@ def _regression_predictive(
         # All 16 directions are asked for, and float32 has fewer of them: expected.
         warnings.simplefilter("ignore", RankWarning)
         la.fit(loader)
-    f_mu, f_var = la(problem.grid)
+    f_mu, f_var = la(problem.grid, pred_type="glm")
     return f_mu, f_var
 
 
@@ -267,7 +267,8 @@ def load_digits_problem(seed: int = 0) -> Digits:
             TensorDataset(inside[a:b], labels[a:b]) for a, b in pairwise(cut)
         )
         weight_decay = 1e-3
-        model = _trained(_small_cnn(len(SEEN)), *train.tensors, weight_decay)
+        x_train, y_train = train.tensors
+        model = _trained(_small_cnn(len(SEEN)), x_train, y_train, weight_decay)
 
     def loader(data: Any) -> DataLoader:
         return DataLoader(data, batch_size=50)
@@ -348,20 +349,21 @@ def _trained(
 
 @_one_thread()
 def run_classification_demo(
-    out: str | os.PathLike[str], echo: Printer = print, progress: bool = True
+    out: str | os.PathLike[str], echo: Printer = print, progress_bar: bool = True
 ) -> Report:
     """Compare the methods on the digits, print the table and draw the figures."""
-    from laplace_ella.tuning.search import prior_precision_from_weight_decay
+    from laplace_ella import prior_precision_from_weight_decay
 
     plt = _pyplot()
     problem = load_digits_problem()
-    n_train = len(problem.train.dataset)
+    n_train, n_val, n_test = (
+        _n_examples(loader) for loader in (problem.train, problem.val, problem.test)
+    )
     prior = prior_precision_from_weight_decay(problem.weight_decay, n_train)
     echo(
         f"Digits 0–7 with pixel noise {PIXEL_NOISE}; CNN with BatchNorm, "
         f"{_count(problem.model)} parameters;\n"
-        f"{n_train} training, {len(problem.val.dataset)} validation, "
-        f"{len(problem.test.dataset)} test images.\n"
+        f"{n_train} training, {n_val} validation, {n_test} test images.\n"
         "OOD: the unseen digits 8 and 9; 8×8 patches of two photographs."
     )
     report = compare(
@@ -375,7 +377,7 @@ def run_classification_demo(
         tune="gridsearch",
         grid_size=17,  # half decades
         prior_precision=prior,
-        progress=progress,
+        progress_bar=progress_bar,
     )
     echo(str(report))
     _draw_classification(plt, report, out, echo)
@@ -404,6 +406,11 @@ def _draw_classification(plt: Any, report: Report, out: Any, echo: Printer) -> N
     ax.set_title("Quality against prediction time")
     _save(figure, out, "cost.png", echo)
     plt.close(figure)
+
+
+def _n_examples(loader: DataLoader) -> int:
+    assert isinstance(loader.dataset, TensorDataset)
+    return len(loader.dataset)
 
 
 def _count(model: nn.Module) -> str:

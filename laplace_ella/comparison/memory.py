@@ -5,20 +5,15 @@ Index legend: N data, C outputs, P parameters, M Nyström samples, K rank, B bat
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from laplace_ella.comparison.method import Kind, Method
-from laplace_ella.derivatives.sizes import Activations, PassSizes, activation_bytes
-from laplace_ella.ella import ELLALaplace
-from laplace_ella.fitting import memory
-from laplace_ella.fitting.fit import AUTO_MAX_RANK
+from laplace_ella.comparison.methods import Kind, Method
 from laplace_ella.support import batches
 
 __all__ = [
@@ -26,28 +21,25 @@ __all__ = [
     "Problem",
     "describe_problem",
     "estimate",
-    "nystrom_memory",
+    "estimate_ella",
     "preferred_batch",
     "stored_floats",
 ]
-
-
-#: Activations of a model that was never run.
-NOT_COUNTED = Activations(0, 0)
 
 
 @dataclass(frozen=True)
 class Problem:
     """The sizes on which cost and support of a method depend.
 
-    `n_activations` counts the outputs of all leaf modules for one example;
-    `kron_floats` the Kronecker factors of all layers; `kron_unsupported` the types of
-    layers with parameters that KFAC (curvlinops) has no rule for; `activations` what
-    the operators of a forward pass of one example return, on a `device` of that type.
+    `output_shape` is that of one example, (C,) for most models; `n_activations` counts
+    the outputs of all leaf modules for one example; `kron_floats` the Kronecker factors
+    of all layers; `kron_unsupported` the types of layers with parameters that KFAC
+    (curvlinops) has no rule for; `last_layer` is the name of the last linear layer that
+    is run, if it is the last with parameters.
     """
 
     n_data: int
-    n_outputs: int
+    output_shape: tuple[int, ...]
     n_params: int
     n_params_last: int
     n_activations: int
@@ -56,8 +48,12 @@ class Problem:
     kron_floats: int
     kron_floats_last: int
     kron_unsupported: tuple[str, ...] = ()
-    activations: Activations = NOT_COUNTED
-    device: str = "cpu"
+    last_layer: str | None = None
+
+    @property
+    def n_outputs(self) -> int:
+        """C, or S·C of a model with outputs at S positions."""
+        return math.prod(self.output_shape)
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,6 @@ def describe_problem(
 ) -> Problem:
     """Sizes of a model in eval mode, from one forward pass over one example of `x`."""
     batch = batches.batch_size(x, dict_key_x)
-    one = batches.take(x, slice(0, 1), batch)
     activations: list[int] = []
     executed: list[nn.Module] = []
 
@@ -100,38 +95,32 @@ def describe_problem(
     leaves = [m for m in model.modules() if not any(True for _ in m.children())]
     hooks = [leaf.register_forward_hook(record) for leaf in leaves]
     try:
-        out, allocated = activation_bytes(model, one)
+        out = model(batches.take(x, slice(0, 1), batch))
     finally:
         for hook in hooks:
             hook.remove()
 
     with_parameters = [m for m in executed if any(p.requires_grad for p in _own(m))]
     last = with_parameters[-1] if with_parameters else None
-    trainable = [p for p in model.parameters() if p.requires_grad]
     owners = [
         m for m in model.modules() if any(p.requires_grad for p in _own(m))
     ]  # parameters may also belong to inner modules (class tokens)
+    unsupported = {
+        type(m).__name__ for m in owners if not isinstance(m, (nn.Linear, nn.Conv2d))
+    }
+    names = {id(m): name for name, m in model.named_modules()}
     return Problem(
         n_data=n_data,
-        n_outputs=math.prod(out.shape[1:]),
-        n_params=sum(p.numel() for p in trainable),
+        output_shape=tuple(out.shape[1:]),
+        n_params=sum(p.numel() for p in model.parameters() if p.requires_grad),
         n_params_last=sum(p.numel() for p in _own(last)) if last is not None else 0,
         n_activations=sum(activations),
         batch=batch,
         itemsize=next(model.parameters()).element_size(),
         kron_floats=sum(_kron_floats(m) for m in owners),
         kron_floats_last=_kron_floats(last) if last is not None else 0,
-        kron_unsupported=tuple(
-            sorted(
-                {
-                    type(m).__name__
-                    for m in owners
-                    if not isinstance(m, (nn.Linear, nn.Conv2d))
-                }
-            )
-        ),
-        activations=allocated,
-        device=out.device.type,
+        kron_unsupported=tuple(sorted(unsupported)),
+        last_layer=names[id(last)] if isinstance(last, nn.Linear) else None,
     )
 
 
@@ -148,21 +137,64 @@ def _kron_floats(module: nn.Module) -> int:
     return n_out**2 + n_in**2
 
 
+# --- ELLA: asked ---------------------------------------------------------------------
+
+
+def estimate_ella(
+    method: Method,
+    build: Callable[..., Any],
+    train_loader: Any,
+    device: torch.device,
+    batch: int,
+    limit: int | None,
+) -> Estimate:
+    """What ELLA itself says that a fit takes, within `limit` bytes.
+
+    Parameters
+    ----------
+    method : Method
+    build : callable
+        further keyword arguments → the method's `ELLALaplace` with these
+    train_loader : DataLoader
+        of a map-style data set
+    device : torch.device
+        of the model; the limit says nothing about a basis on another one
+    batch : int
+        the loader's; ELLA splits its batches itself
+    limit : int, optional
+        bytes; a `memory_budget` of the method's own holds besides
+    """
+    needs = build().estimate_memory(train_loader)
+    home = torch.device(method.kwargs.get("basis_device") or device)
+    if home.type != device.type or limit is None:
+        return Estimate(needs.total, batch if needs.fits else None)
+    if method.kwargs.get("memory_budget") is not None:
+        fits = needs.fits and needs.total <= limit
+        return Estimate(needs.total, batch if fits else None)
+    budget = min(limit, needs.budget)  # never more than ELLA would allow itself
+    if budget < needs.budget:
+        needs = build(memory_budget=budget).estimate_memory(train_loader)
+    if not needs.fits:
+        return Estimate(needs.needed, None)
+    return Estimate(needs.total, batch, budget=budget)
+
+
+# --- laplace-torch: counted ----------------------------------------------------------
+
+
 def estimate(method: Method, problem: Problem, limit: int | None) -> Estimate:
     """Memory of `method`, and the batch size with which it stays below `limit` bytes.
 
     The posterior counts with the copies that laplace-torch makes of it. Methods that
     take Jacobians of all layers with `torch.func.jacrev` over a whole batch need
-    besides the B·C·P Jacobian about 2·B²·C floats for every activation of the network,
-    since each of the B·C outputs is propagated through the whole batch and kept.
-    Measured peaks are within 0.7–1.0 of this estimate. ELLA splits its batches itself
-    and has an estimate of its own, see `nystrom_memory`.
+    besides the B·C·P Jacobian about 2·B²·C floats per activation of the network, since
+    each of the B·C outputs is propagated through the whole batch and kept. Measured
+    peaks are within 0.7–1.0 of this estimate. Of ELLA, which splits its batches and has
+    an estimate of its own (`estimate_ella`), only the support is looked at.
     """
     unsupported = _unsupported(method, problem)
-    if unsupported or method.kind is not Kind.LAPLACE:
+    if unsupported or method.kind is not Kind.LAPLACE or method.is_ella:
         return Estimate(0, problem.batch, unsupported)
-    if method.structure[1] == "nystrom":
-        return _estimate_nystrom(method, problem, limit)
     fixed = _posterior_floats(method, problem) * problem.itemsize
     batch = problem.batch
     while True:
@@ -172,76 +204,6 @@ def estimate(method: Method, problem: Problem, limit: int | None) -> Estimate:
         if batch == 1:
             return Estimate(needed, None)
         batch = math.ceil(batch / 2)
-
-
-def nystrom_memory(
-    method: Method, problem: Problem, limit: int | None
-) -> memory.MemoryEstimate:
-    """What `ELLALaplace.estimate_memory` says of a method with `memory_budget=limit`.
-
-    As far as sizes tell: named `params` and samplers of a part of the data are not
-    known here. A limit of
-    None stands for memory without end.
-    """
-    asked = _ella_arguments(method)
-    last = method.structure[0] == "last_layer"
-    P = problem.n_params_last if last else problem.n_params
-    M = min(asked["subsample_size"], problem.n_data * problem.n_outputs)
-    K = asked["n_eigenvalues"]
-    K = min(AUTO_MAX_RANK if K == "auto" else K, M)
-    itemsize = max(torch.float32.itemsize, problem.itemsize)  # as `rows.row_dtype`
-    budget = asked["memory_budget"]
-    dtype = asked["basis_dtype"]
-    sizes = PassSizes(
-        P, itemsize, problem.activations, problem.device, asked["chunk_size"]
-    )
-    return memory.estimate(
-        P,
-        M,
-        K,
-        itemsize,
-        sizes.pass_bytes(K) if _basis_is_beside(method, problem) else 0,
-        memory.parse_bytes(budget) if budget is not None else _or_endless(limit),
-        None if dtype is None else dtype.itemsize,
-    )
-
-
-def _estimate_nystrom(method: Method, problem: Problem, limit: int | None) -> Estimate:
-    # The limit is that of the model's device and says nothing about another one.
-    beside = _basis_is_beside(method, problem)
-    needs = nystrom_memory(method, problem, limit if beside else None)
-    if not beside:
-        return Estimate(needs.total, problem.batch)
-    if _ella_arguments(method)["memory_budget"] is not None:  # the user's holds
-        fits = needs.fits and needs.total <= _or_endless(limit)
-        return Estimate(needs.total, problem.batch if fits else None)
-    if not needs.fits:
-        return Estimate(needs.needed, None)
-    return Estimate(needs.total, problem.batch, budget=limit)
-
-
-def _ella_arguments(method: Method) -> dict[str, Any]:
-    """Arguments of ELLA that cost memory, with its defaults."""
-    defaults = inspect.signature(ELLALaplace.__init__).parameters
-    names = (
-        "subsample_size",
-        "n_eigenvalues",
-        "memory_budget",
-        "basis_dtype",
-        "basis_device",
-        "chunk_size",
-    )
-    return {name: method.kwargs.get(name, defaults[name].default) for name in names}
-
-
-def _basis_is_beside(method: Method, problem: Problem) -> bool:
-    """Whether the directions stay where the model is."""
-    device = _ella_arguments(method)["basis_device"]
-    return device is None or torch.device(device).type == problem.device
-
-
-def _or_endless(limit: int | None) -> int:
-    return 2**62 if limit is None else limit
 
 
 def preferred_batch(method: Method, problem: Problem, target: int) -> int:
@@ -260,8 +222,10 @@ def preferred_batch(method: Method, problem: Problem, target: int) -> int:
 
 def _unsupported(method: Method, problem: Problem) -> str | None:
     subset, structure = method.structure
-    if method.kind is not Kind.LAPLACE:
+    if method.kind is not Kind.LAPLACE or method.is_ella:
         return None
+    if len(problem.output_shape) != 1:
+        return "not supported: outputs at many positions (only ELLA takes them)"
     if method.functional not in (None, "sod") and not _has_functional_methods():
         return "not available in laplace-torch 0.2"
     own_backend = "backend" in method.kwargs
@@ -299,7 +263,7 @@ def _posterior_floats(method: Method, problem: Problem) -> int:
 
 def _batch_floats(method: Method, problem: Problem, batch: int) -> int:
     """Floats that a batch of `batch` examples needs besides."""
-    if method.structure[1] == "nystrom":
+    if method.is_ella:
         return 0  # splits its batches itself
     C = problem.n_outputs
     if method.structure[0] == "last_layer":
@@ -307,6 +271,8 @@ def _batch_floats(method: Method, problem: Problem, batch: int) -> int:
     propagated = 2 * batch**2 * C * problem.n_activations
     return propagated + 2 * batch * C * problem.n_params
 
+
+# --- what is kept --------------------------------------------------------------------
 
 #: Attributes that hold the posterior in the classes of laplace-torch and this package.
 _STATE = (

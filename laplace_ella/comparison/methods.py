@@ -1,36 +1,165 @@
-"""The methods that can be compared: named keyword arguments of `Laplace(...)`.
-
-Index legend: N data, C outputs, P parameters, M Nyström samples, K rank, B batch.
-"""
+"""The methods that can be compared: named keyword arguments of `Laplace(...)`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
-from laplace_ella.comparison.memory import (
-    Estimate,
-    Problem,
-    describe_problem,
-    estimate,
-    stored_floats,
-)
-from laplace_ella.comparison.method import Kind, Method, Tuning, plain_value
+from laplace_ella.support.checks import member
 
 __all__ = [
-    "Estimate",
     "Kind",
     "Method",
-    "Problem",
     "Tuning",
     "available_methods",
     "default_methods",
-    "describe_problem",
-    "estimate",
+    "plain_value",
     "resolve_methods",
-    "stored_floats",
 ]
+
+# --- what a method is ----------------------------------------------------------------
+
+
+PRED_TYPES = ("glm", "nn", "gp")
+
+
+def plain_value(name: Any) -> Any:
+    """The string of a `str` enum, anything else as it is."""
+    return name.value if isinstance(name, Enum) else name
+
+
+class Kind(str, Enum):
+    """What a method does with the trained network."""
+
+    MAP = "map"
+    """The network as it is."""
+
+    TEMPERATURE = "temperature"
+    """Logits divided by one number that minimises the validation NLL."""
+
+    LAPLACE = "laplace"
+    """`Laplace(model, likelihood, **kwargs)`."""
+
+
+class Tuning(str, Enum):
+    """How the free scale of a posterior is chosen, and what it costs."""
+
+    DEFAULT = "default"
+    """What `compare(..., tune=...)` says."""
+
+    NONE = "none"
+    """Not at all: the prior precision stays as given."""
+
+    MARGLIK = "marglik"
+    """Prior precision by marginal likelihood: `n_steps` steps, no data needed."""
+
+    GRIDSEARCH = "gridsearch"
+    """Prior precision by validation NLL: `grid_size` passes over `val_loader`; one
+    pass for `hessian_structure="nystrom"`, which keeps the features."""
+
+    EARLY_STOPPING = "early_stopping"
+    """Stop the pass over the training data at the best validation NLL (Deng et al.
+    2022, Sec. 5.2). `hessian_structure="nystrom"` only."""
+
+    TEMPERATURE = "temperature"
+    """Temper the curvature to the effective number of data with the best validation
+    NLL, `optimize_temperature`: one pass over `val_loader`, whose features are kept.
+    `hessian_structure="nystrom"` only."""
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether there is nothing to choose by without a `val_loader`."""
+        return self in (Tuning.GRIDSEARCH, Tuning.EARLY_STOPPING, Tuning.TEMPERATURE)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the comparison.
+
+    Parameters
+    ----------
+    name : str
+    kwargs : mapping
+        keyword arguments of `Laplace(model, likelihood, ...)`
+    kind : Kind or str
+    tune : Tuning or str
+    tune_kwargs : mapping
+        overrides for the tuning call
+    fallback : Tuning or str, optional
+        tuning to use when `tune` needs a `val_loader` and there is none; without it
+        the method is skipped
+    fit_kwargs : mapping
+        further keyword arguments of `fit`
+    pred_type : {'glm', 'nn', 'gp'}, optional
+        default 'gp' for `hessian_structure='gp'`, otherwise 'glm'. Samples of weights,
+        'nn', know no link: one row instead of one per link
+    about : str
+        one line for the list of methods
+
+    Examples
+    --------
+    >>> Method("kron, layerwise prior", {"hessian_structure": "kron",
+    ...     "subset_of_weights": "all"}, tune="marglik",
+    ...     tune_kwargs={"prior_structure": "layerwise"}).structure
+    ('all', 'kron')
+    """
+
+    name: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kind: Kind | str = Kind.LAPLACE
+    tune: Tuning | str = Tuning.DEFAULT
+    tune_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    fallback: Tuning | str | None = None
+    fit_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    pred_type: str | None = None
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", member(Kind, "kind", self.kind))
+        object.__setattr__(self, "tune", member(Tuning, "tune", self.tune))
+        if self.fallback is not None:
+            fallback = member(Tuning, "fallback", self.fallback)
+            object.__setattr__(self, "fallback", fallback)
+        if plain_value(self.pred_type) not in (None, *PRED_TYPES):
+            raise ValueError(
+                f"pred_type must be one of {list(PRED_TYPES)}, got {self.pred_type!r}."
+            )
+
+    @property
+    def structure(self) -> tuple[str, str]:
+        """(subset_of_weights, hessian_structure), with the defaults of `Laplace`."""
+        return (
+            str(plain_value(self.kwargs.get("subset_of_weights", "last_layer"))),
+            str(plain_value(self.kwargs.get("hessian_structure", "kron"))),
+        )
+
+    @property
+    def functional(self) -> str | None:
+        """`functional_approximation` of a 'gp' method, None otherwise."""
+        if self.structure[1] != "gp":
+            return None
+        return str(plain_value(self.kwargs.get("functional_approximation", "sod")))
+
+    @property
+    def prediction_type(self) -> str:
+        """`pred_type` of predictions, with the default of the method's structure."""
+        default = "gp" if self.structure[1] == "gp" else "glm"
+        return str(plain_value(self.pred_type)) if self.pred_type else default
+
+    @property
+    def is_ella(self) -> bool:
+        """Whether this package does the work."""
+        return self.kind is Kind.LAPLACE and self.structure[1] == "nystrom"
+
+    @property
+    def has_links(self) -> bool:
+        """Whether class probabilities depend on a link."""
+        return self.kind is Kind.LAPLACE and self.prediction_type != "nn"
+
+
+# --- the methods that have a name ----------------------------------------------------
 
 
 def _laplace(subset: str, structure: str, **kwargs: Any) -> dict[str, Any]:
@@ -133,11 +262,11 @@ def available_methods() -> dict[str, Method]:
 
 
 def default_methods(likelihood: str) -> list[Method]:
-    """What `compare` runs when it is not told.
+    """What `compare` runs if `methods` is not given.
 
     Temperature scaling has no meaning for regression and is left out there.
     """
-    skip = set(_ON_REQUEST)
+    skip: set[str] = set(_ON_REQUEST)
     if str(plain_value(likelihood)) == "regression":
         skip.add("temperature")
     return [method for method in _ALL if method.name not in skip]
@@ -160,7 +289,8 @@ def resolve_methods(
     if isinstance(methods, str):
         methods = [methods]
     if isinstance(methods, Mapping):
-        methods = [_from_mapping(name, spec) for name, spec in methods.items()]
+        named: Mapping[Any, Any] = methods
+        methods = [_from_mapping(name, spec) for name, spec in named.items()]
     known = available_methods()
     resolved: list[Method] = []
     for method in methods:
@@ -195,19 +325,3 @@ def _from_mapping(name: str, spec: Any) -> Method:
             f"or a Method, got {type(spec).__name__}."
         )
     return Method(name, dict(spec))
-
-
-def fitted_to(method: Method, problem: Problem, seed: int) -> dict[str, Any]:
-    """Keyword arguments for `Laplace`, sizes capped by the data, with the seed set."""
-    kwargs = dict(method.kwargs)
-    if method.structure[1] in ("nystrom", "gp"):
-        kwargs.setdefault("seed", seed)
-    if method.structure[1] == "gp":
-        for name in ("n_subset", "subsample_size", "num_inducing"):
-            if isinstance(kwargs.get(name), int):
-                kwargs[name] = min(kwargs[name], problem.n_data)
-        if "n_eigenvalues" in kwargs:
-            kwargs["n_eigenvalues"] = min(
-                kwargs["n_eigenvalues"], kwargs["subsample_size"]
-            )
-    return kwargs

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from laplace_ella.comparison.report import heading
+from laplace_ella.comparison.tables import heading
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,10 +51,11 @@ def new_axes(ax: Axes | None) -> Axes:
     return plt.subplots(figsize=(5, 3.6), layout="constrained")[1]
 
 
-def line_style(i: int, every: int = 1) -> dict[str, Any]:
+def line_style(i: int, every: int | tuple[int, int] = 1) -> dict[str, Any]:
     """Look of the i-th line; colours repeat after 7, dashes and markers do not align.
 
-    The marker stands on every `every`-th point.
+    The marker stands on every `every`-th point, or from the first of a pair (start,
+    every) on.
     """
     return {
         "color": COLOURS[i % len(COLOURS)],

@@ -1,47 +1,43 @@
-"""Fit, tune and predict with one method on its own copy of the model.
+"""Fit and tune one method on its own copy of the model.
 
-Index legend: N data, C outputs, B batch.
+Index legend: N data, C outputs, P parameters, B batch.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from laplace_ella import metrics
-from laplace_ella.comparison.loaders import rebatched, reproducible, split
-from laplace_ella.comparison.memory import preferred_batch
-from laplace_ella.comparison.methods import (
+from laplace_ella.comparison.loaders import rebatched, reproducible
+from laplace_ella.comparison.memory import (
     Estimate,
-    Kind,
-    Method,
     Problem,
-    Tuning,
-    fitted_to,
+    preferred_batch,
     stored_floats,
 )
-from laplace_ella.errors import NumericalWarning, RankWarning
+from laplace_ella.comparison.methods import Kind, Method, Tuning
+from laplace_ella.comparison.predictions import (
+    Fitted,
+    collected_warnings,
+    join_notes,
+    output_rows,
+    target_rows,
+    with_noise,
+)
+from laplace_ella.comparison.settings import Settings
 from laplace_ella.support import batches
-from laplace_ella.support.resources import Stopwatch, budget_of
+from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.resources import Stopwatch
+from laplace_ella.tuning.calibration import temperature_scaling
 
-__all__ = [
-    "Fitted",
-    "NotRun",
-    "Predictions",
-    "Settings",
-    "fit_method",
-    "predict",
-    "with_noise",
-]
+__all__ = ["NotRun", "build_laplace", "fit_method"]
 
 #: Bytes of temporary memory that a batch may take before it is split for speed.
 BATCH_TARGET = 5 * 10**7
@@ -49,71 +45,6 @@ BATCH_TARGET = 5 * 10**7
 
 class NotRun(Exception):
     """A method that was not tried; the message is the status of its row."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all methods have in common; the arguments of `compare`."""
-
-    likelihood: str
-    links: tuple[str, ...]
-    n_samples: int
-    tune: Tuning
-    prior_precision: float
-    sigma_noise: float
-    grid_size: int
-    n_steps: int
-    n_bins: int
-    dict_key_x: str
-    dict_key_y: str
-
-    @property
-    def is_regression(self) -> bool:
-        return self.likelihood == "regression"
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A method that is ready to predict.
-
-    Attributes
-    ----------
-    predict : callable
-        (x, link) → probabilities `(B, C)`, or for regression the mean `(B, C)` and
-        the covariance `(B, C, C)` of the function values, without noise
-    batch : int
-        examples to predict at once
-    noise : float
-        standard deviation of the observation noise
-    """
-
-    predict: Callable[[Any, str], Any]
-    batch: int
-    noise: float = 1.0
-    costs: dict[str, float] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """Predictions over a whole loader, on the CPU.
-
-    `probs (N, C)` for classification; `mean (N, C)` and `covariance (N, C, C)` of the
-    function values for regression. `targets` is None for data without labels.
-    """
-
-    targets: torch.Tensor | None
-    seconds: float
-    probs: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
-    covariance: torch.Tensor | None = None
-
-    def uncertainty(self) -> torch.Tensor:
-        """`(N,)`: 1 − max p, or the total variance of the function values."""
-        if self.probs is not None:
-            return 1.0 - self.probs.max(-1).values
-        return self.covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 # --- one method ----------------------------------------------------------------------
@@ -142,7 +73,7 @@ def fit_method(
     own = copy.deepcopy(model).eval()
     with (
         reproducible(seed, device, train_loader, val_loader),
-        _collected_warnings() as said,
+        collected_warnings() as said,
     ):
         if method.kind is Kind.MAP:
             fitted = _fit_map(own, settings, problem)
@@ -161,10 +92,10 @@ def fit_method(
                 seed,
             )
     notes = [fitted.note, *said]
-    if tune is not method.tune and method.tune is not Tuning.DEFAULT:
-        notes.append(f"no val_loader, so {method.tune.value} was left out")
-    note = "; ".join(dict.fromkeys(n for n in notes if n))
-    return Fitted(**{**vars(fitted), "note": note})
+    asked = Tuning(method.tune)
+    if tune is not asked and asked is not Tuning.DEFAULT:
+        notes.append(f"no val_loader, so {asked.value} was left out")
+    return replace(fitted, note=join_notes(*notes))
 
 
 def _tuning(method: Method, settings: Settings, val_loader: Any) -> Tuning:
@@ -174,76 +105,100 @@ def _tuning(method: Method, settings: Settings, val_loader: Any) -> Tuning:
             raise NotRun("not supported: temperature scaling needs classification")
         if val_loader is None:
             raise NotRun("skipped: needs a val_loader")
-        return method.tune
+        return Tuning(method.tune)
     if method.kind is Kind.MAP:
-        return method.tune
-    tune = settings.tune if method.tune is Tuning.DEFAULT else method.tune
+        return Tuning(method.tune)
+    tune = settings.tune if method.tune is Tuning.DEFAULT else Tuning(method.tune)
     if tune.needs_validation and val_loader is None:
         if method.fallback is None:
             raise NotRun(f"skipped: tuning by {tune.value} needs a val_loader")
-        return method.fallback
+        return Tuning(method.fallback)
     return tune
 
 
 def _fit_map(model: nn.Module, settings: Settings, problem: Problem) -> Fitted:
     def predict(x: Any, link: str) -> Any:
         f = model(x)
-        if not settings.is_regression:
-            return torch.softmax(f, -1)
-        return f, f.new_zeros(*f.shape, f.shape[-1])
+        if settings.is_regression:
+            return f, torch.zeros_like(f)
+        return torch.softmax(f, _class_dim(settings))
 
     costs = {"fit_s": 0.0, "tune_s": 0.0, "floats": 0.0}
-    return Fitted(predict, problem.batch, settings.sigma_noise, costs)
+    noise = torch.tensor(settings.sigma_noise)
+    return Fitted(predict, problem.batch, noise, costs)
+
+
+def _class_dim(settings: Settings) -> int:
+    """Dimension of the C classes in the model's output."""
+    return 1 if settings.output_layout is OutputLayout.CHANNELS_FIRST else -1
 
 
 def _fit_temperature(
     model: nn.Module, settings: Settings, problem: Problem, val_loader: Any
 ) -> Fitted:
     device = next(model.parameters()).device
-    with Stopwatch(device) as watch:
-        with torch.no_grad():
-            pairs = [
-                (model(batches.to_device(x, device)).double().cpu(), y)
-                for x, y in (split(b, settings.dict_key_y) for b in val_loader)
-            ]
-        logits = torch.cat([f for f, _ in pairs])
-        targets = torch.cat([y for _, y in pairs])
-        temperature = best_temperature(logits, targets)
+    logits: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    with Stopwatch(device) as watch, torch.no_grad():
+        for batch in val_loader:
+            x, y = batches.split_batch(batch, settings.dict_key_y)
+            f = model(batches.to_device(x, device)).double().cpu()
+            logits.append(output_rows(f, settings))
+            targets.append(target_rows(y, settings).cpu())
+        temperature = temperature_scaling(torch.cat(logits), torch.cat(targets))
 
     def predict(x: Any, link: str) -> torch.Tensor:
-        return torch.softmax(model(x) / temperature, -1)
+        return torch.softmax(model(x) / temperature, _class_dim(settings))
 
     costs = {"fit_s": 0.0, "tune_s": watch.seconds, "floats": 1.0, **_peak(watch)}
     chosen = {"temperature": temperature}
     return Fitted(predict, problem.batch, costs=costs, settings=chosen)
 
 
-def best_temperature(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    """T > 0 that minimises the NLL of softmax(logits/T) (Guo et al. 2017).
+# --- Laplace -------------------------------------------------------------------------
 
-    Parameters
-    ----------
-    logits : torch.Tensor
-        `(N, C)`
-    targets : torch.Tensor
-        `(N,)`
-    """
-    log_t = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [log_t], max_iter=100, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+
+def build_laplace(
+    method: Method,
+    model: nn.Module,
+    settings: Settings,
+    problem: Problem,
+    seed: int,
+    **more: Any,
+) -> Any:
+    """`Laplace(...)` with the arguments of a method; `more` where it has none."""
+    import laplace
+
+    return laplace.Laplace(
+        model,
+        settings.likelihood,
+        **{**more, **_laplace_arguments(method, settings, problem, seed)},
     )
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        # Bounded, since data that are all classified correctly ask for T → 0.
-        scaled = logits.double() / log_t.clamp(-5.0, 5.0).exp()
-        loss = nn.functional.cross_entropy(scaled, targets)
-        loss.backward()
-        return loss
 
-    with torch.enable_grad():
-        optimizer.step(closure)
-    return float(log_t.detach().clamp(-5.0, 5.0).exp())
+def _laplace_arguments(
+    method: Method, settings: Settings, problem: Problem, seed: int
+) -> dict[str, Any]:
+    """Keyword arguments for `Laplace`, sizes capped by the data, with the seed set."""
+    kwargs = dict(method.kwargs)
+    kwargs.setdefault("prior_precision", settings.prior_precision)
+    kwargs.setdefault("dict_key_y", settings.dict_key_y)
+    kwargs.setdefault("dict_key_x", settings.dict_key_x)
+    if settings.is_regression:
+        kwargs.setdefault("sigma_noise", settings.sigma_noise)
+    if method.structure[1] in ("nystrom", "gp"):
+        kwargs.setdefault("seed", seed)
+    if method.is_ella:
+        kwargs.setdefault("output_layout", settings.output_layout)
+    if method.structure[1] == "gp":
+        for name in ("n_subset", "subsample_size", "num_inducing"):
+            if isinstance(kwargs.get(name), int):
+                kwargs[name] = min(kwargs[name], problem.n_data)
+        if "n_eigenvalues" in kwargs and "subsample_size" in kwargs:
+            kwargs["n_eigenvalues"] = min(
+                kwargs["n_eigenvalues"], kwargs["subsample_size"]
+            )
+    return kwargs
 
 
 def _fit_laplace(
@@ -257,52 +212,43 @@ def _fit_laplace(
     val_loader: Any,
     seed: int,
 ) -> Fitted:
-    import laplace
-
-    from laplace_ella.fitting.stopping import EarlyStopping
+    from laplace_ella import EarlyStopping
 
     device = next(model.parameters()).device
-    batch = min(needs.batch, preferred_batch(method, problem, BATCH_TARGET))
-    kwargs = fitted_to(method, problem, seed)
-    kwargs.setdefault("prior_precision", settings.prior_precision)
-    kwargs.setdefault("dict_key_y", settings.dict_key_y)
-    kwargs.setdefault("dict_key_x", settings.dict_key_x)
-    if settings.is_regression:
-        kwargs.setdefault("sigma_noise", settings.sigma_noise)
-    if needs.budget is not None:  # never more than ELLA would allow itself
-        budget = min(needs.budget, budget_of(device, None))
-        kwargs.setdefault("memory_budget", budget)
+    batch = preferred_batch(method, problem, BATCH_TARGET)
+    batch = batch if needs.batch is None else min(needs.batch, batch)
+    budget = {} if needs.budget is None else {"memory_budget": needs.budget}
     fit_kwargs = dict(method.fit_kwargs)
     if tune is Tuning.EARLY_STOPPING:
-        plan = EarlyStopping(**_link_options(settings), **method.tune_kwargs)
+        plan = EarlyStopping(**_link_options(method, settings), **method.tune_kwargs)
         fit_kwargs = {"val_loader": val_loader, "early_stopping": plan, **fit_kwargs}
     # KFAC averages its factors over a batch, so its fit keeps the user's batches.
     if method.structure[1] != "kron":
         train_loader = rebatched(train_loader, batch)
 
     with Stopwatch(device) as fitting:
-        la = laplace.Laplace(model, settings.likelihood, **kwargs)
+        la = build_laplace(method, model, settings, problem, seed, **budget)
         la.fit(train_loader, **fit_kwargs)
     with Stopwatch(device) as tuning:
-        val_loader = val_loader and rebatched(val_loader, batch)
+        if val_loader is not None:
+            val_loader = rebatched(val_loader, batch)
         _tune_laplace(la, method, tune, settings, val_loader)
 
     def predict(x: Any, link: str) -> Any:
-        choice = {} if settings.is_regression else {"link_approx": link}
-        out = la(
-            x, pred_type=method.prediction_type, n_samples=settings.n_samples, **choice
+        # Sampled weights are averaged behind the link; Laplace calls that 'mc'.
+        link = "mc" if method.prediction_type == "nn" else link
+        return la(
+            x,
+            pred_type=method.prediction_type,
+            n_samples=settings.n_samples,
+            **({"link_approx": link} if link else {}),
         )
-        if not settings.is_regression:
-            return out.detach()
-        mean, covariance = out[0].detach(), out[1].detach()
-        if covariance.ndim == 2:  # pred_type="nn" gives variances (B, C)
-            covariance = torch.diag_embed(covariance)
-        return mean, covariance
 
+    noise = torch.as_tensor(la.sigma_noise).detach().cpu().double()
     return Fitted(
         predict,
         batch,
-        float(la.sigma_noise) if settings.is_regression else 1.0,
+        noise,
         {
             "fit_s": fitting.seconds,
             "tune_s": tuning.seconds,
@@ -316,7 +262,7 @@ def _fit_laplace(
 def _tune_laplace(
     la: Any, method: Method, tune: Tuning, settings: Settings, val_loader: Any
 ) -> None:
-    link = _link_options(settings)
+    link = _link_options(method, settings)
     if tune is Tuning.MARGLIK:
         la.optimize_prior_precision(
             **{
@@ -338,43 +284,39 @@ def _tune_laplace(
         # Laplace's own defaults do not tell priors apart: the MSE, which no prior
         # changes, and a running NLL that is never reset between the candidates.
         options["loss"] = (
-            noisy_nll(float(la.sigma_noise))
-            if settings.is_regression
-            else categorical_nll
+            noisy_nll(la.sigma_noise) if settings.is_regression else categorical_nll
         )
         la.optimize_prior_precision(**{**options, **method.tune_kwargs})
     elif tune is Tuning.TEMPERATURE:
         la.optimize_temperature(val_loader, **{**link, **method.tune_kwargs})
 
 
-def _link_options(settings: Settings) -> dict[str, Any]:
-    """The link with which methods are tuned; regression has none."""
+def _link_options(method: Method, settings: Settings) -> dict[str, Any]:
+    """The link with which methods are tuned; regression needs none but for 'nn'."""
+    if method.prediction_type == "nn":
+        return {"link_approx": "mc", "n_samples": settings.n_samples}
     if settings.is_regression:
         return {}
     return {"link_approx": settings.links[0], "n_samples": settings.n_samples}
 
 
-def noisy_nll(sigma: float) -> Callable[..., torch.Tensor]:
-    """Loss for Laplace's grid search: Gaussian NLL with the observation noise."""
+def categorical_nll(probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Loss for a grid search: the NLL of the report, as the tensor Laplace expects."""
+    return torch.tensor(metrics.nll(probs, targets))
+
+
+def noisy_nll(sigma: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Loss for a grid search: the NLL of the report, with the observation noise."""
 
     def loss(
-        mean: torch.Tensor, covariance: torch.Tensor, targets: torch.Tensor
+        mean: torch.Tensor, variance: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
-        noisy = with_noise(covariance, sigma)
-        return torch.as_tensor(metrics.gaussian_nll(mean, noisy, targets))
+        if variance.ndim == 3:
+            variance = variance.diagonal(dim1=-2, dim2=-1)
+        noisy = with_noise(variance, sigma)
+        return torch.tensor(metrics.gaussian_nll(mean, noisy, targets))
 
     return loss
-
-
-def categorical_nll(probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Loss for Laplace's grid search: NLL of probabilities (N, C)."""
-    return torch.as_tensor(metrics.nll(probs, targets))
-
-
-def with_noise(covariance: torch.Tensor, sigma: float) -> torch.Tensor:
-    """Covariance (N, C, C) of the observations: of the function values, plus σ²I."""
-    eye = torch.eye(covariance.shape[-1], dtype=torch.float64)
-    return covariance.double() + sigma**2 * eye.to(covariance.device)
 
 
 def _peak(*watches: Stopwatch) -> dict[str, float]:
@@ -393,67 +335,3 @@ def _chosen(la: Any, tune: Tuning) -> dict[str, Any]:
     }
     rank = getattr(la, "rank", None)
     return {**chosen, "rank": int(rank)} if isinstance(rank, int) else chosen
-
-
-@contextmanager
-def _collected_warnings() -> Iterator[list[str]]:
-    """Warnings of this package go into the row's note; laplace-torch's are routine."""
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield said
-    for warning in caught:
-        if issubclass(warning.category, (RankWarning, NumericalWarning)):
-            said.append(str(warning.message).splitlines()[0])
-
-
-# --- prediction ----------------------------------------------------------------------
-
-
-def predict(
-    fitted: Fitted,
-    loader: Any,
-    link: str,
-    device: torch.device,
-    settings: Settings,
-    seed: int,
-) -> Predictions:
-    """Predict over a whole loader; only the predictions are timed, not the loading."""
-    outputs: list[Any] = []
-    targets: list[torch.Tensor | None] = []
-    seconds = 0.0
-    with (
-        reproducible(seed, device, loader),
-        _collected_warnings(),
-        torch.no_grad(),
-    ):
-        for batch in loader:
-            x, y = split(batch, settings.dict_key_y)
-            x = batches.to_device(x, device)
-            size = batches.batch_size(x, settings.dict_key_x)
-            start = _now(device)
-            for part in batches.chunks(size, fitted.batch):
-                outputs.append(fitted.predict(batches.take(x, part, size), link))
-            seconds += _now(device) - start
-            targets.append(y)
-    y = None if any(t is None for t in targets) else torch.cat(targets).cpu()
-    if not settings.is_regression:
-        probs = torch.cat([p.cpu() for p in outputs])
-        _check_finite(probs)
-        return Predictions(y, seconds, probs=probs)
-    mean = torch.cat([m.cpu() for m, _ in outputs])
-    covariance = torch.cat([c.cpu() for _, c in outputs])
-    _check_finite(mean, covariance)
-    return Predictions(y, seconds, mean=mean, covariance=covariance)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _check_finite(*tensors: torch.Tensor) -> None:
-    bad = sum(int((~t.isfinite()).flatten(1).any(1).sum()) for t in tensors)
-    if bad:
-        raise ValueError(f"{bad} of {len(tensors[0])} predictions are NaN or infinite")

@@ -297,17 +297,25 @@ class Linearizer:
         return torch.cat(chunks) if chunks else self._nothing(self.n_params)
 
     def row_chunks(
-        self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
+        self,
+        x: Any,
+        examples: torch.Tensor,
+        cotangents: torch.Tensor,
+        at_most: int | None = None,
     ) -> Iterator[torch.Tensor]:
-        """The same in chunks, so that never more than one of them is in memory."""
+        """The same in chunks, so that never more than one of them is in memory.
+
+        None has more than `at_most` rows, for receivers without room for more.
+        """
         if not len(examples):
             return
         batch = self._batch(x)
         sizes = self.sizes(self._probe(batch))
+        at_once = min(sizes.rows_at_once(), at_most or len(examples))
         compute = self._row_function(
-            self._row_mode(batch.detach(), examples, cotangents, sizes.rows_at_once())
+            self._row_mode(batch.detach(), examples, cotangents, at_once)
         )
-        for part in chunks(len(examples), sizes.rows_at_once()):
+        for part in chunks(len(examples), at_once):
             with differentiable_kernels():  # the flags are not kept between chunks
                 rows = compute(self.fn, batch, examples[part], cotangents[part])
             yield rows
@@ -359,12 +367,14 @@ class Linearizer:
     def _vmap_or_loop(self, trial: Callable[[RowMode, int], Trial], n: int) -> RowMode:
         """The faster of both on n examples, of which a loop needs to see but a few."""
         asked = self.options.row_mode
-        trials = {}
-        if asked is not RowMode.LOOP:
-            trials[RowMode.VMAP] = trial(RowMode.VMAP, n)
-        if asked is not RowMode.VMAP:
-            trials[RowMode.LOOP] = trial(RowMode.LOOP, min(n, 2)).handicapped()
-        return winner(trials)
+        if asked in (RowMode.VMAP, RowMode.LOOP):  # tried, but not timed
+            return winner({asked: trial(asked, 1)})
+        return winner(
+            {
+                RowMode.VMAP: trial(RowMode.VMAP, n),
+                RowMode.LOOP: trial(RowMode.LOOP, min(n, 2)).handicapped(),
+            }
+        )
 
     def _attempt(self, way: Callable[[int], object], n: int) -> Trial:
         """A trial on n examples; no timing where tensors have no values."""

@@ -120,8 +120,8 @@ class ModelFunction:
             for name, p in self.model.named_parameters()
             if name not in chosen
         }
-        # Copies, made inside any transform: a forward pass may count in place. Those
-        # of the inputs cost 1 µs each, less than to find out who needs them.
+        # Copies, made inside any transform: a forward pass may count in place. The
+        # inputs are copied always: they are small beside the activations.
         buffers = {name: self._copy(b) for name, b in self.model.named_buffers()}
         x, kwargs = map_tensors(self._copy, x), map_tensors(self._copy, kwargs)
         state = {**buffers, **others, **chosen}

@@ -22,7 +22,7 @@ L = TypeVar("L")
 
 #: Bytes of the largest intermediate result of one forward-mode pass, all tangents
 #: together: at least, and at most where the tangents of the parameters, which every
-#: pass reads, take as much. Measured with seven networks on a CPU with 32 MB of cache:
+#: pass reads, take as much. Measured with nine networks on a CPU with 32 MB of cache:
 #: the fastest passes have 5 to 26 MB, and twice as much may take twice as long.
 TANGENT_BYTES = {"cpu": (2**23, 3 * 2**23), "cuda": (2**29, 2**29)}
 

@@ -288,6 +288,7 @@ class Fitter:
                 one_hot(
                     torch.as_tensor(outputs[pairs], device=device), n_outputs
                 ).float(),
+                at_most=len(sketch.buffer),
             ):
                 sketch.add(rows.to(sketch.buffer.device))
                 finite_rows.append(torch.isfinite(rows).all())

@@ -35,8 +35,30 @@ def human_bytes(n: float) -> str:
     return f"{n / 1e3:.0f} kB"
 
 
+def parse_bytes(budget: int | float | str) -> int:
+    """Bytes from a number or a text like '8 GB', '500MB', '2GiB'.
+
+    >>> parse_bytes("8 GB"), parse_bytes("2 KiB"), parse_bytes(1e6)
+    (8000000000, 2048, 1000000)
+    """
+    if isinstance(budget, (int, float)) and not isinstance(budget, bool):
+        value = float(budget)
+    else:
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kKMGT]?)(i?)B?\s*", str(budget))
+        if match is None:
+            raise ValueError(
+                f"memory_budget must be bytes or a text like '8 GB', got {budget!r}."
+            )
+        number, prefix, binary = match.groups()
+        exponent = " kMGT".index(prefix.replace("K", "k") or " ")
+        value = float(number) * (1024 if binary else 1000) ** exponent
+    if not value > 0 or not math.isfinite(value):
+        raise ValueError(f"memory_budget must be positive, got {budget!r}.")
+    return int(value)
+
+
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on `device`; None where nobody tells.
+    """Bytes that can still be allocated on `device`, or None if that is not known.
 
     On the CPU the smaller of the machine's available memory and what the control
     group of the process (a container's limit) leaves.
@@ -92,25 +114,6 @@ def _release_freed_memory() -> None:
         pass  # not glibc: the peak is then a lower bound
 
 
-def parse_bytes(budget: int | float | str) -> int:
-    """Bytes from a number or a text like '8 GB', '500MB', '2GiB'."""
-    if isinstance(budget, (int, float)) and not isinstance(budget, bool):
-        value = float(budget)
-    else:
-        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kMGT]?)(i?)B?\s*", str(budget))
-        if match is None:
-            raise ValueError(
-                f"memory_budget must be bytes or a text like '8 GB', got {budget!r}."
-            )
-        number, prefix, binary = match.groups()
-        value = float(number) * (1024 if binary else 1000) ** " kMGT".index(
-            prefix or " "
-        )
-    if not value > 0 or not math.isfinite(value):
-        raise ValueError(f"memory_budget must be positive, got {budget!r}.")
-    return int(value)
-
-
 def budget_of(device: torch.device, budget: int | float | str | None) -> int:
     """The budget asked for, or a share of what is free on the device."""
     if budget is not None:
@@ -149,10 +152,11 @@ class Stopwatch:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
         else:
-            self._before = self._peak = _resident_bytes()
+            resident = _resident_bytes()
+            self._before = self._peak = resident or 0
             self._done = threading.Event()
             self._thread = threading.Thread(target=self._sample, daemon=True)
-            if self._before is not None:
+            if resident is not None:
                 self._thread.start()
         self._start = time.perf_counter()
         return self
@@ -162,10 +166,10 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
             peak = torch.cuda.max_memory_allocated(self.device)
             self.seconds = time.perf_counter() - self._start
-            self.peak_bytes = peak - (self._before or 0)
+            self.peak_bytes = peak - self._before
             return
         self.seconds = time.perf_counter() - self._start
-        if self._before is not None and self._peak is not None:
+        if self._thread.ident is not None:  # it was started: there is something to read
             self._done.set()
             self._thread.join()
             self._peak = max(self._peak, _resident_bytes() or 0)
@@ -173,4 +177,4 @@ class Stopwatch:
 
     def _sample(self) -> None:
         while not self._done.wait(SAMPLING_INTERVAL):
-            self._peak = max(self._peak or 0, _resident_bytes() or 0)
+            self._peak = max(self._peak, _resident_bytes() or 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import torch
 from scipy.optimize import brentq
@@ -73,7 +74,8 @@ def temperature_scaling(
         return _border(LOWEST, "every smaller one is still better: no error is left")
     if slope(hottest) >= 0.0:
         return _border(HIGHEST, "every larger one is still better than these logits")
-    return math.exp(-brentq(slope, hottest, coldest, xtol=1e-12))
+    log_inverse: Any = brentq(slope, hottest, coldest, xtol=1e-12)
+    return math.exp(-log_inverse)
 
 
 def _checked(
