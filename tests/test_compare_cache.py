@@ -136,7 +136,9 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"factor": 2.0}, {"offset": 1.0}, {"power": torch.tanh}], ids=str
+    "changed",
+    [{"factor": 2.0}, {"offset": 1.0}, {"power": torch.tanh}],
+    ids=lambda changed: next(iter(changed)),
 )
 def test_configuration_and_buffers_of_a_module(run, changed):
     run(Scaled(), methods=["map"])
