@@ -41,14 +41,15 @@ demo: $(VENV)/.demo ## compare ELLA with the rest of the family on embedded data
 test: lint test-new test-old ## lint and test, with the newest and the oldest laplace-torch
 
 test-new: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto tests laplace_ella
 
 test-old: $(OLD_LAPLACE)/.done
 	PYTHONPATH=$(OLD_LAPLACE) $(BIN)/python -m pytest -n auto $(CORE_TESTS)
 
-lint: $(VENV)/.test ## check style and formatting
+lint: $(VENV)/.test ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright
 
 format: $(VENV)/.test ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .

@@ -7,6 +7,8 @@ from laplace_ella.comparison.compare import compare
 from laplace_ella.comparison.methods import Method, available_methods, default_methods
 from laplace_ella.comparison.report import Report
 from laplace_ella.derivatives.features import FeatureMode
+from laplace_ella.derivatives.linearizer import Modes
+from laplace_ella.derivatives.options import ComputeOptions
 from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.diagnostics.diagnose import Diagnostics, diagnose
 from laplace_ella.diagnostics.uncertainty import Uncertainty, decompose
@@ -27,6 +29,7 @@ from laplace_ella.last_layer import ELLALLLaplace
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.subspace import Complement, SubspacePosterior
 from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.presets import PAPER
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.calibration import temperature_scaling
 from laplace_ella.tuning.search import prior_precision_from_weight_decay
@@ -38,7 +41,9 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "ELLALLLaplace",
     "ELLALaplace",
     # Their settings
+    "PAPER",
     "Complement",
+    "ComputeOptions",
     "EarlyStopping",
     "FeatureMode",
     "OutputLayout",
@@ -49,6 +54,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     # Their parts
     "FeatureCache",
     "MemoryEstimate",
+    "Modes",
     "NystromBasis",
     "SubspacePosterior",
     # Looking at them

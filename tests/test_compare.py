@@ -656,7 +656,7 @@ def test_estimate_splits_batches_before_giving_up():
     "kwargs",
     [
         {},
-        {"n_eigenvalues": "auto"},
+        {"n_eigenvalues": "exact"},
         {"subset_of_weights": "last_layer"},
         {"n_eigenvalues": 3, "chunk_size": 1, "basis_dtype": torch.bfloat16},
         {"memory_budget": "20 kB", "n_eigenvalues": 3, "chunk_size": 1},

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from laplace_ella.support.checks import member
+from laplace_ella.support.presets import PAPER
 
 __all__ = [
     "Kind",
@@ -48,6 +49,10 @@ class Tuning(str, Enum):
 
     DEFAULT = "default"
     """What `compare(..., tune=...)` says."""
+
+    SUITED = "suited"
+    """What suits the likelihood: the evidence for regression; for classification, where
+    it is no guide to exact Laplace, a grid search on the validation set."""
 
     NONE = "none"
     """Not at all: the prior precision stays as given."""
@@ -174,35 +179,45 @@ _ALL = (
         about="temperature scaling on the validation set",
     ),
     Method(
+        "exact",
+        _laplace("all", "nystrom", n_eigenvalues="exact"),
+        tune=Tuning.SUITED,
+        about="exact linearised Laplace: every gradient, where they fit in memory",
+    ),
+    Method(
         "ella",
-        _laplace("all", "nystrom"),
+        _laplace("all", "nystrom", **PAPER),
         tune=Tuning.EARLY_STOPPING,
         fallback=Tuning.NONE,
         about="ELLA as in the paper: given prior, early stopping on the validation set",
     ),
     Method(
         "ella-marglik",
-        _laplace("all", "nystrom"),
+        _laplace("all", "nystrom", **PAPER),
         tune=Tuning.MARGLIK,
         about="ELLA, prior by marginal likelihood",
     ),
     Method(
         "ella-tempered",
-        _laplace("all", "nystrom"),
+        _laplace("all", "nystrom", **PAPER),
         tune=Tuning.TEMPERATURE,
         tune_kwargs={"tune_prior": True},
         about="ELLA tempered to an effective number of data",
     ),
     Method(
         "ella-complement",
-        _laplace("all", "nystrom", complement="prior"),
+        _laplace("all", "nystrom", **{**PAPER, "complement": "prior"}),
         tune=Tuning.TEMPERATURE,
         tune_kwargs={"tune_prior": True},
         about="tempered ELLA that keeps the prior outside its subspace",
     ),
     Method("kron", _laplace("all", "kron"), about="KFAC, all layers"),
     Method("diag", _laplace("all", "diag"), about="diagonal, all layers"),
-    Method("full", _laplace("all", "full"), about="exact linearised Laplace"),
+    Method(
+        "full",
+        _laplace("all", "full"),
+        about="exact linearised Laplace by a P×P matrix",
+    ),
     Method(
         "last-layer-full",
         _laplace("last_layer", "full"),
@@ -214,7 +229,7 @@ _ALL = (
     ),
     Method(
         "last-layer-ella",
-        _laplace("last_layer", "nystrom"),
+        _laplace("last_layer", "nystrom", **PAPER),
         tune=Tuning.MARGLIK,
         about="ELLA on the last layer, prior by marginal likelihood",
     ),

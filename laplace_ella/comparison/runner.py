@@ -93,7 +93,7 @@ def fit_method(
             )
     notes = [fitted.note, *said]
     asked = Tuning(method.tune)
-    if tune is not asked and asked is not Tuning.DEFAULT:
+    if tune is not asked and asked not in (Tuning.DEFAULT, Tuning.SUITED):
         notes.append(f"no val_loader, so {asked.value} was left out")
     return replace(fitted, note=join_notes(*notes))
 
@@ -109,6 +109,9 @@ def _tuning(method: Method, settings: Settings, val_loader: Any) -> Tuning:
     if method.kind is Kind.MAP:
         return Tuning(method.tune)
     tune = settings.tune if method.tune is Tuning.DEFAULT else Tuning(method.tune)
+    if tune is Tuning.SUITED:
+        by_evidence = settings.is_regression or val_loader is None
+        tune = Tuning.MARGLIK if by_evidence else Tuning.GRIDSEARCH
     if tune.needs_validation and val_loader is None:
         if method.fallback is None:
             raise NotRun(f"skipped: tuning by {tune.value} needs a val_loader")

@@ -41,12 +41,9 @@ from laplace_ella.support.resources import budget_of
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.validation import Validator
 
-__all__ = ["PAPER", "BasisPlan", "Fitter"]
+__all__ = ["BasisPlan", "Fitter"]
 
 logger = logging.getLogger("laplace_ella")
-
-#: The setting of the paper: Deng et al. 2022, Sec. 5.
-PAPER = {"subsample_size": 2000, "n_eigenvalues": 20, "complement": "drop"}
 
 #: n_eigenvalues="auto": directions until this share of the trace, at most so many.
 AUTO_ENERGY = 0.9

@@ -32,7 +32,7 @@ from laplace_ella.fitting.checkpoint import (
     identity,
     state_of_fit,
 )
-from laplace_ella.fitting.fit import PAPER, BasisPlan, Fitter
+from laplace_ella.fitting.fit import BasisPlan, Fitter
 from laplace_ella.interface.attributes import from_fit, setting
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.fit import Fit
@@ -46,6 +46,7 @@ from laplace_ella.support.checks import (
 )
 from laplace_ella.support.layout import OutputLayout
 from laplace_ella.support.preserve import undisturbed
+from laplace_ella.support.presets import PAPER
 
 __all__ = ["FittedLaplace"]
 
