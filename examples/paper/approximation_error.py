@@ -6,8 +6,8 @@ with K ≤ M, ε_Nyström is the relative error of the approximated kernel matri
 training data, ε_ELLA the mean relative error of the predictive covariance on the
 validation data, both in spectral norm.
 
-    python examples/approximation_error.py --data-root DATA --out OUT
-    python examples/approximation_error.py --smoke --out OUT      # seconds
+    python examples/paper/approximation_error.py --data-root DATA --out OUT
+    python examples/paper/approximation_error.py --smoke --out OUT      # seconds
 
 DATA (default: the environment variable LAPLACE_ELLA_DATA) holds mnist/*.gz and
 weights/mnist_convnet.ckpt. The full size takes about 7 GB of memory.

@@ -1,6 +1,6 @@
 """Cost of ELLA: this package against laplace-torch 0.3's own `ELLA`.
 
-    python examples/benchmark.py --data-root DATA
+    python examples/paper/benchmark.py --data-root DATA
 
 Every measurement is a process of its own, so that peak memory is that of one side and
 one task. Times are CPU seconds of one thread: a machine that also does other things
@@ -354,7 +354,7 @@ def run(args: Namespace) -> str:
     head = environment(args)
     told = "\n".join(f"- {k}: {v}" for k, v in head.items())
     page = (
-        "# What ELLA costs\n\n`python examples/benchmark.py`, CPU seconds of one "
+        "# What ELLA costs\n\n`python examples/paper/benchmark.py`, CPU seconds of one "
         f"thread, peak resident memory of a process a measurement.\n\n{told}\n\n"
     )
     page += "\n".join(sections)

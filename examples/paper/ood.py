@@ -1,7 +1,7 @@
 """Out-of-distribution inputs: error against confidence, AUROC (Fig. 4a of the paper).
 
-    python examples/ood.py --pair mnist
-    python examples/ood.py --pair cifar10
+    python examples/paper/ood.py --pair mnist
+    python examples/paper/ood.py --pair cifar10
 
 'mnist' is the paper's MNIST network on MNIST and Fashion-MNIST; 'cifar10' is ResNet-20
 on CIFAR-10 and SVHN if torchvision finds it below --data-root, otherwise Fashion-MNIST

@@ -1,8 +1,8 @@
 """ImageNet classifiers with 1,000 classes (Tables 4 and 5 of the paper).
 
-    python examples/imagenet.py --model efficientnet_lite0
-    python examples/imagenet.py --model resnet50 --data-root /data/imagenet
-    python examples/imagenet.py --model vit_base_patch16_224 --data-root /data/imagenet
+    python examples/paper/imagenet.py --model efficientnet_lite0
+    python examples/paper/imagenet.py --model resnet50 --data-root /data/imagenet
+    python examples/paper/imagenet.py --model vit_base_patch16_224 --data-root /data/imagenet
 
 --data-root holds `imagenet_sample/NNNN_wnid.jpg` or ImageNet's `val/<wnid>/*.JPEG`.
 Half of the images is fitted, half tested; settings are chosen on one half of the test

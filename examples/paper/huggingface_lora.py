@@ -9,8 +9,8 @@ head learn the task. Nothing is downloaded.
 ELLA sees mapping batches and only what is trainable. It is compared with the network
 itself (MAP) and with the exact Laplace approximation of the head.
 
-    python examples/huggingface_lora.py                      # minutes
-    python examples/huggingface_lora.py --smoke --out OUT    # seconds
+    python examples/paper/huggingface_lora.py                      # minutes
+    python examples/paper/huggingface_lora.py --smoke --out OUT    # seconds
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def write_page(folder: Path, smoke: bool) -> str:
     packages = ("torch", "transformers", "peft", "vaderSentiment")
     versions = ", ".join(f"{p} {version(p)}" for p in packages)
     seeds = " ".join(file.stem.removeprefix("seed-") for file in files)
-    command = f"python examples/huggingface_lora.py --seeds {seeds}"
+    command = f"python examples/paper/huggingface_lora.py --seeds {seeds}"
     command += " --smoke" * smoke
     error = " ± standard error" * (len(results) > 1)
     about = (

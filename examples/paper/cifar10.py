@@ -1,7 +1,7 @@
 """CIFAR-10 with pretrained ResNets: every method, both links (Table 3 of the paper).
 
-    python examples/cifar10.py --network resnet20 --seeds 0 1 2
-    python examples/cifar10.py --network resnet56 --rank 256 --ranks 20 256
+    python examples/paper/cifar10.py --network resnet20 --seeds 0 1 2
+    python examples/paper/cifar10.py --network resnet56 --rank 256 --ranks 20 256
 
 Hyperparameters are chosen in two ways, each reported on all test images:
 

@@ -1,7 +1,7 @@
 """CIFAR-10 corruptions: 19 types × 5 severities (Fig. 3 of the paper).
 
-    python examples/cifar10.py                      # whose basis and features are read
-    python examples/corruptions.py --n-images 200
+    python examples/paper/cifar10.py                      # whose basis and features are read
+    python examples/paper/corruptions.py --n-images 200
 
 The corruptions of Hendrycks and Dietterich (2019), see `common.corruptions`, are
 applied to the first test images. Settings are chosen on clean images and are not

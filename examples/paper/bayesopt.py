@@ -6,8 +6,8 @@ every gradient of the data (K = N) and the prior kept outside of them
 BoTorch maximises the expected improvement of two points at a time over the joint
 posterior, by gradients that flow through features and covariance to the inputs.
 
-    python examples/bayesopt.py                          # minutes
-    python examples/bayesopt.py --smoke --out OUT        # seconds
+    python examples/paper/bayesopt.py                          # minutes
+    python examples/paper/bayesopt.py --smoke --out OUT        # seconds
 
 Both methods start from the same points and get the same number of evaluations. Reported
 is the simple regret: the lowest value found less the minimum of the function.
@@ -252,7 +252,7 @@ def main() -> None:
     about = (
         f"Simple regret, mean ± standard error over {budget.n_seeds} seeds; "
         f"{budget.n_start} common random points, then {budget.n_rounds} rounds of "
-        f"{budget.q}. Made by `python examples/bayesopt.py"
+        f"{budget.q}. Made by `python examples/paper/bayesopt.py"
         f"{' --smoke' if args.smoke else ''}` in {seconds:.0f} s on "
         f"{platform.machine()}, {torch.get_num_threads()} thread(s), {versions}."
     )
