@@ -13,6 +13,7 @@ from laplace import Laplace
 from torch.utils.data import DataLoader, TensorDataset
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PAPER = EXAMPLES / "paper"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def cache_dir(tmp_path_factory):
 @pytest.fixture
 def run(data_dir, cache_dir, tmp_path, monkeypatch):
     """A function that runs a script in smoke size and returns its rows."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(PAPER)
 
     def call(script, *options):
         module = importlib.import_module(script)

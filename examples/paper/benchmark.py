@@ -19,7 +19,6 @@ import warnings
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -116,9 +115,8 @@ def basis_row(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     la.model.eval()
     if p["side"] == "ours":
         outputs = torch.nn.functional.one_hot(torch.arange(M) % 10, 10).float()
-        rows = la._linearizer.row_chunks
-        few = x[:64], torch.arange(64), outputs[:64]
-        la._linearizer.n_outputs = 10
+        rows = la.fitter.linearizer.row_chunks
+        few = x[:64], torch.arange(min(64, M)), outputs[:64]
         _consume(rows(*few))  # finds out how, as at the start of a fit
         seconds = once(lambda: _consume(rows(x, torch.arange(M), outputs)))
     else:  # decomposes as well, a matrix of M×M
@@ -141,7 +139,7 @@ def predict(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     seconds = best_time(lambda: la(x, pred_type=kind, link_approx="probit"), 2) / n
     row = {"seconds": seconds, "forward": forward_seconds(model, x)}
     if p["side"] == "ours":
-        row["mode"] = la._linearizer.feature_mode.value
+        row["mode"] = la.modes.features.value
     return row
 
 
@@ -196,7 +194,7 @@ def efficientnet(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
         "image": one,
         "forward": forward_seconds(model, x[:4]),
         "method": la.basis.method,
-        "mode": la._linearizer.feature_mode.value,
+        "mode": la.modes.features.value,
     }
 
 
@@ -218,7 +216,7 @@ def vit(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
         "image": one,
         "forward": forward_seconds(model, x[:1]),
         "method": la.basis.method,
-        "mode": la._linearizer.feature_mode.value,
+        "mode": la.modes.features.value,
     }
 
 
@@ -244,7 +242,7 @@ def growth(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "image": image,
         "n_params": la.n_params,
-        "mode": la._linearizer.feature_mode.value,
+        "mode": la.modes.features.value,
     }
 
 
@@ -457,7 +455,7 @@ def streaming(args: Namespace, get: Callable, small: bool) -> str:
         N = 32 if small else 256
         p = {"side": "ours", "N": N, "M": M, "K": 20, "batch": 64}
         exact = get(f"exact M={M}", "fit", tag=f"exact_{M}", **p)
-        budget = "600 MB" if not small else "200 MB"
+        budget = "600 MB" if not small else "400 MB"
         stream = get(
             f"streaming M={M}", "fit", tag=f"stream_{M}", memory_budget=budget, **p
         )
@@ -471,7 +469,9 @@ def streaming(args: Namespace, get: Callable, small: bool) -> str:
                 k = min(len(a), len(b))
                 error = f"{float((a[:k] / b[:k] - 1).abs().max()):.2%}"
                 directions = [
-                    torch.load(args.cache_dir / f"directions_{tag}_{M}.pt")
+                    torch.load(
+                        args.cache_dir / f"directions_{tag}_{M}.pt", weights_only=True
+                    )
                     for tag in ("stream", "exact")
                 ]
                 angle = f"{subspace_angle(*directions):.1f}°"
@@ -580,7 +580,7 @@ def options_table(args: Namespace, get: Callable, small: bool) -> str:
         if "failed" in row:
             lines.append(f"| {option} | {row['failed']} | | | | |")
             continue
-        probs = torch.load(args.cache_dir / f"probs_option_{i}.pt")
+        probs = torch.load(args.cache_dir / f"probs_option_{i}.pt", weights_only=True)
         base = (probs, row) if base is None else base
         change = float((probs - base[0]).abs().max())
         lines.append(
@@ -608,7 +608,6 @@ def main(argv: list[str] | None = None) -> None:
     if args.worker:
         work(args, args.worker[0], json.loads(args.worker[1]))
         return
-    args.out = Path(args.out)
     print(run(args))
 
 

@@ -1,8 +1,8 @@
 """What N, M, K and the complement do to the test NLL, and what a prediction costs.
 
-    python examples/paper/cifar10.py                      # whose features are read
+    python examples/paper/cifar10.py    # whose features are read
     python examples/paper/cifar10_ablations.py
-    python examples/paper/cifar10_ablations.py --studies N stopping time   # M is the dearest
+    python examples/paper/cifar10_ablations.py --studies N stopping time    # all but M
 
 N         NLL against the number of fitted data (Fig. 2c), for several K, with and
           without the complement: K × N × complement. Up to --n-fit images N is the

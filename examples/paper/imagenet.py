@@ -1,8 +1,9 @@
 """ImageNet classifiers with 1,000 classes (Tables 4 and 5 of the paper).
 
-    python examples/paper/imagenet.py --model efficientnet_lite0
-    python examples/paper/imagenet.py --model resnet50 --data-root /data/imagenet
-    python examples/paper/imagenet.py --model vit_base_patch16_224 --data-root /data/imagenet
+    cd examples/paper
+    python imagenet.py --model efficientnet_lite0
+    python imagenet.py --model resnet50 --data-root /data/imagenet
+    python imagenet.py --model vit_base_patch16_224 --data-root /data/imagenet
 
 --data-root holds `imagenet_sample/NNNN_wnid.jpg` or ImageNet's `val/<wnid>/*.JPEG`.
 Half of the images is fitted, half tested; settings are chosen on one half of the test
@@ -114,7 +115,7 @@ def all_layers(
         which: times.measure(
             f"features of {len(part)} images to {which}",
             lambda which=which, part=part: ella.cached_features(
-                la, part, folder / which, kernel=False, batch_size=10, shard=SHARD
+                la, part, folder / which, residual=False, batch_size=10, shard=SHARD
             ),
         )
         for which, part in images.items()
@@ -137,7 +138,7 @@ def last_layer(
             head,
             embedded,
             folder,
-            kernel=False,
+            residual=False,
             n_eigenvalues=args.rank,
             subsample_size=args.subsample_size,
             seed=args.seed,

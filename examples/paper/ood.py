@@ -139,7 +139,7 @@ def predictions(args: Any, pair: Pair) -> dict[str, tuple[dict[str, Any], str]]:
     f = {which: cache.f_mu for which, cache in pair.features.items()}
     y = pair.features["validation"].targets
     out = {"MAP": ({w: f[w].softmax(-1) for w in ("test", "ood")}, "")}
-    t = ella.scaling_temperature(f["validation"], y)
+    t = ella.temperature_scaling(f["validation"], y)
     out["temperature scaling"] = (
         {w: (f[w] / t).softmax(-1) for w in ("test", "ood")},
         f"T={t:.3g}",
