@@ -101,13 +101,13 @@ def resnet20(args: Namespace, n: int) -> tuple[nn.Module, torch.Tensor, torch.Te
 
 
 def forward_seconds(model: nn.Module, x: torch.Tensor) -> float:
-    """One forward pass, an image."""
+    """Seconds of one forward pass per image."""
     with torch.no_grad():
         return best_time(lambda: model(x)) / len(x)
 
 
 def basis_row(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Seconds a sampled gradient, without the decomposition that follows."""
+    """Seconds per sampled gradient, without the decomposition that follows."""
     M = p["M"]
     model, x, y = resnet20(args, M)
     data = loader(x, y, p["batch"])
@@ -129,7 +129,7 @@ def _consume(iterator: Iterator[Any]) -> None:
 
 
 def predict(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Seconds an image of the probit predictive, with a fit on a few images."""
+    """Seconds per image of the probit predictive, with a fit on a few images."""
     n = p["images"]
     model, x, y = resnet20(args, max(n, p["M"]))
     la = SIDES[p["side"]](model, p["M"], p["K"])
@@ -184,7 +184,7 @@ def efficientnet(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     paths, classes = imagenet_sample(args.data_root)
     x = read_images(paths[:: 1000 // p["M"]][: p["M"]])
     y = classes[:: 1000 // p["M"]][: p["M"]]
-    # Curvature from sampled labels: one backward pass an image instead of 2K + 1.
+    # Curvature from sampled labels: one backward pass per image instead of 2K + 1.
     la = ours(model, p["M"], p["K"], memory_budget=f"{p['budget']} GB", stochastic=True)
     seconds = once(lambda: la.fit(loader(x, y, 16)))
     la(x[:1])  # finds out how to compute features
@@ -298,7 +298,7 @@ TASKS: dict[str, Task] = {
 }
 
 
-# One process a measurement
+# One process per measurement
 
 
 def measure(args: Namespace, task: str, p: dict[str, Any]) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def run(args: Namespace) -> str:
     told = "\n".join(f"- {k}: {v}" for k, v in head.items())
     page = (
         "# What ELLA costs\n\n`python examples/paper/benchmark.py`, CPU seconds of one "
-        f"thread, peak resident memory of a process a measurement.\n\n{told}\n\n"
+        f"thread, peak resident memory of one process per measurement.\n\n{told}\n\n"
     )
     page += "\n".join(sections)
     if missing := [name for name in SECTIONS if name not in wanted]:
@@ -489,8 +489,8 @@ def large_models(args: Namespace, get: Callable, small: bool) -> str:
         "",
         "Fitted on M images with sampled curvature (`stochastic=True`).",
         "",
-        "| network | P | C | M | K | budget | peak | fit | an image | passes | basis | "
-        "features |",
+        "| network | P | C | M | K | budget | peak | fit | per image | passes | "
+        "basis | features |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     M = 4 if small else 500
@@ -532,7 +532,7 @@ def growth_table(args: Namespace, get: Callable, small: bool) -> str:
         + ", ".join(f"{k}={v}" for k, v in base.items())
         + ")",
         "",
-        "| doubled | fit | an image | peak | features |",
+        "| doubled | fit | per image | peak | features |",
         "|---|---|---|---|---|",
         f"| – | {first['seconds']:.2f} s | {first['image'] * 1e3:.2f} ms | "
         f"{first['peak_gb']:.2f} GB | {first['mode']} |",
@@ -554,7 +554,7 @@ def cheaper_curvature(args: Namespace, get: Callable, small: bool) -> str:
     return (
         f"## Sampled curvature (`stochastic=True`), ResNet-20, N={p['N']}\n\n"
         f"Exact {exact['seconds']:.1f} s, sampled {sampled['seconds']:.1f} s: "
-        f"{ratio(exact, sampled)} less, with one backward pass an example.\n"
+        f"{ratio(exact, sampled)} less, with one backward pass per example.\n"
     )
 
 
@@ -568,7 +568,7 @@ def options_table(args: Namespace, get: Callable, small: bool) -> str:
         "Probit probabilities against those of the default: the largest difference, "
         "and the difference of the mean negative log likelihood.",
         "",
-        "| option | fit | an image | peak | largest change of a probability | "
+        "| option | fit | per image | peak | largest change of a probability | "
         "change of NLL |",
         "|---|---|---|---|---|---|",
     ]

@@ -592,7 +592,7 @@ def write_subset(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
 def write_tables(
     path: Path, rows: list[dict[str, Any]], columns: dict[str, str], note: str = ""
 ) -> None:
-    """One table a protocol."""
+    """One table per protocol."""
     text = note
     for protocol, title in TITLES.items():
         mine = [r for r in rows if r.get("protocol") == protocol]

@@ -1,7 +1,7 @@
 """ELLA on the LoRA adapters of a Hugging Face transformer, on words rated by people.
 
 The task: is an English word positive or negative? The labels are those of the VADER
-lexicon (Hutto and Gilbert, ICWSM 2014; ten raters a word), which the PyPI package
+lexicon (Hutto and Gilbert, ICWSM 2014; ten raters per word), which the PyPI package
 vaderSentiment ships. A GPT-2 of characters is built from a config, learns to spell the
 words of Python's own documentation, and is then frozen; adapters (PEFT) and a linear
 head learn the task. Nothing is downloaded.
@@ -85,7 +85,7 @@ def documentation_words() -> list[dict[str, torch.Tensor]]:
 
 
 def encode(word: str) -> torch.Tensor:
-    """START, then one token a letter."""
+    """START, then one token per letter."""
     return torch.tensor([START] + [ALPHABET.index(c) + 2 for c in word])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-#: File, blocks a stage, and the accuracy on unseen images that its authors publish
+#: File, blocks per stage, and the accuracy on unseen images that its authors publish
 #: (github.com/akamaster/pytorch_resnet_cifar10).
 CIFAR_RESNETS = {
     "resnet20": ("resnet20-12fca82f.th", 3, 0.9173),
