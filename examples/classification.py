@@ -52,7 +52,7 @@ print(f"prior precision {la.prior_precision.item():.3g}\n")
 with torch.no_grad():
     methods = {
         "MAP": lambda inputs: model(inputs).softmax(-1),
-        "ELLA": lambda inputs: la(inputs),
+        "ELLA": la,
     }
     print(f"{'':6}{'accuracy':>9}{'NLL':>8}{'ECE':>8}{'AUROC of an unknown digit':>28}")
     scores = {}

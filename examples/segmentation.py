@@ -44,10 +44,13 @@ la = Laplace(
     subsample_size=500,
 )
 la.fit(DataLoader(TensorDataset(x, y), batch_size=20))
+
 # Squares as in training, and squares half as bright, which the network never saw.
 bright, dim = scenes(50)[0], scenes(50, brightness=0.5)[0]
-parts = {"bright": laplace_ella.decompose(la, bright)}  # every part (50, 16, 16)
-parts["dim"] = laplace_ella.decompose(la, dim)
+parts = {
+    "bright": laplace_ella.decompose(la, bright),  # every part (50, 16, 16)
+    "dim": laplace_ella.decompose(la, dim),
+}
 probs = la(dim, link_approx="mc")  # (50, 2, 16, 16)
 
 
@@ -58,8 +61,8 @@ def picture(values: torch.Tensor) -> list[str]:
 
 
 titles = ("image", "P(square)", "aleatoric", "epistemic")
-maps = (dim[0, 0].clamp(0), probs[0, 1], parts["dim"].aleatoric[0])
-maps += (parts["dim"].epistemic[0],)
+first = parts["dim"].aleatoric[0], parts["dim"].epistemic[0]
+maps = (dim[0, 0].clamp(0), probs[0, 1], *first)
 print("  ".join(f"{title:16}" for title in titles))
 for rows in zip(*map(picture, maps), strict=True):
     print("  ".join(rows))

@@ -42,6 +42,20 @@ def _published_results_stay():
     assert published() == before
 
 
+def test_files_are_loaded_without_running_code_in_them():
+    loads = [
+        (path, node)
+        for path in EXAMPLES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith(("torch.load", "load_state_dict_from_url"))
+    ]
+    assert loads
+    for path, node in loads:
+        options = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        assert options.get("weights_only") == "True", (path, node.lineno)
+
+
 # --- short scripts --------------------------------------------------------------------
 
 
