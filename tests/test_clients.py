@@ -18,6 +18,7 @@ from laplace_ella import ELLALaplace
 from tests.cases import DictModel, mapping_loader, mlp
 
 ROOT = Path(__file__).parents[1]
+PAPER = ROOT / "examples" / "paper"
 
 
 # --- examples ----------------------------------------------------------------------
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 def run_example(name, out):
     """Run an example in smoke size; its output and its result file."""
-    command = [sys.executable, "-W", "ignore", ROOT / "examples" / name, "--smoke"]
+    command = [sys.executable, "-W", "ignore", PAPER / name, "--smoke"]
     done = subprocess.run(
         [*command, "--out", out],
         capture_output=True,
@@ -65,11 +66,11 @@ def test_huggingface_lora_example(tmp_path):
 @needs("botorch")
 def test_acquisition_gradients_are_those_of_finite_differences():
     """Expected improvement of two points, through their joint posterior."""
-    sys.path.insert(0, str(ROOT / "examples"))
+    sys.path.insert(0, str(PAPER))
     try:
         import bayesopt
     finally:
-        sys.path.remove(str(ROOT / "examples"))
+        sys.path.remove(str(PAPER))
     x = torch.rand(6, 2, dtype=torch.float64)
     surrogate = bayesopt.fit_surrogate(x, x.sin().sum(-1, keepdim=True), 30)
     acquisition = bayesopt.qLogExpectedImprovement(

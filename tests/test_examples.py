@@ -1,9 +1,16 @@
-"""Every example script runs in a smoke size on the real data, and writes its files."""
+"""Every example script runs: the short ones as they are, the reproductions in a smoke
+size on the real data, with their files written and the published ones left alone."""
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
+import runpy
 import sys
+import tempfile
+import warnings
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +20,108 @@ from laplace import Laplace
 from torch.utils.data import DataLoader, TensorDataset
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PAPER = EXAMPLES / "paper"
+SHORT = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+# A handful of images has no best temperature.
+pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.BorderWarning")
+
+
+def published():
+    """Digests of all published results, by path."""
+    files = [p for p in (PAPER / "results").rglob("*") if p.is_file()]
+    files.append(PAPER / "RESULTS.md")
+    return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _published_results_stay():
+    """Nothing that this module runs writes over published results."""
+    before = published()
+    yield
+    assert published() == before
+
+
+def test_files_are_loaded_without_running_code_in_them():
+    loads = [
+        (path, node)
+        for path in EXAMPLES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith(("torch.load", "load_state_dict_from_url"))
+    ]
+    assert loads
+    for path, node in loads:
+        options = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        assert options.get("weights_only") == "True", (path, node.lineno)
+
+
+# --- short scripts --------------------------------------------------------------------
+
+
+def run_short(name):
+    """The names that a short script defines, run as a user runs it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    ours = [w for w in caught if w.category.__module__.startswith("laplace_ella")]
+    assert not ours, [str(w.message) for w in ours]
+    return found
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_scripts_are_short_and_use_public_names_only(name):
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 80
+    assert f"({name}.py)" in (EXAMPLES / "README.md").read_text()
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            assert not node.attr.startswith("_") or node.attr == "__init__"
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("laplace_ella"):
+            assert node.module == "laplace_ella"
+
+
+def test_classification(capsys):
+    scores = run_short("classification")["scores"]
+    assert scores["ELLA"]["nll"] < scores["MAP"]["nll"]
+    assert scores["ELLA"]["ece"] < scores["MAP"]["ece"]
+    assert "AUROC" in capsys.readouterr().out
+
+
+def test_regression(capsys):
+    found = run_short("regression")
+    assert found["la"].sigma_noise.item() == pytest.approx(0.2, abs=0.1)
+    x, grid, std = (found[name] for name in ("x", "grid", "predictive_std"))
+    covered = ((x.T - grid).abs() < 0.2).any(1)
+    assert std[~covered].min() > std[covered].max()
+    assert capsys.readouterr().out.count("no data here") == int((~covered).sum())
+
+
+def test_segmentation(capsys):
+    parts = run_short("segmentation")["parts"]
+    shares = {k: p.epistemic.mean() / p.total.mean() for k, p in parts.items()}
+    assert shares["dim"] > shares["bright"]
+    assert "epistemic" in capsys.readouterr().out
+
+
+def test_adapters(capsys):
+    rows = run_short("adapters")["rows"]
+    n_params = {label: n for label, (n, _) in rows.items()}
+    assert n_params["adapters"] + n_params["head"] == n_params["adapters and head"]
+    nll = {label: scores["nll"] for label, (_, scores) in rows.items()}
+    assert max(nll.values()) == nll["nothing (MAP)"]
+    assert "posterior of" in capsys.readouterr().out
+
+
+def test_bayesian_optimisation(capsys):
+    found = run_short("bayesian_optimisation")
+    assert found["values"].min() - found["MINIMUM"] < found["regret"]
+    assert "round 6" in capsys.readouterr().out
+
+
+# --- reproductions --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -22,33 +131,104 @@ def cache_dir(tmp_path_factory):
 
 
 @pytest.fixture
-def run(data_dir, cache_dir, tmp_path, monkeypatch):
-    """A function that runs a script in smoke size and returns its rows."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-
-    def call(script, *options):
-        module = importlib.import_module(script)
-        return module.main(
-            [
-                "--smoke",
-                f"--data-root={data_dir}",
-                f"--cache-dir={cache_dir}",
-                f"--out={tmp_path}",
-                *options,
-            ]
-        )
-
-    yield call
+def paper(tmp_path, monkeypatch):
+    """The reproductions can be imported, and temporary folders are in `tmp_path`."""
+    monkeypatch.syspath_prepend(PAPER)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield importlib.import_module
     for name in [n for n in sys.modules if n.split(".")[0] == "common"]:
         del sys.modules[name]
 
 
+@pytest.fixture
+def run(paper, data_dir, cache_dir):
+    """A function that runs a script in smoke size and returns its rows."""
+
+    def call(script, *options):
+        places = [f"--data-root={data_dir}", f"--cache-dir={cache_dir}"]
+        return paper(script).main(["--smoke", *places, *options])
+
+    return call
+
+
 def written(folder):
-    return {path.name for path in folder.iterdir()}
+    return {path.name for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("out", ["", "cifar10"])
+def test_smoke_runs_refuse_to_write_over_published_results(paper, out):
+    runs = paper("common.runs")
+    args = Namespace(smoke=True, out=runs.RESULTS / out)
+    with pytest.raises(SystemExit, match="published results"):
+        runs.output_folder("cifar10", args)
+
+
+def test_smoke_runs_write_to_a_temporary_folder_unless_told(paper, tmp_path):
+    runs = paper("common.runs")
+    folder = runs.output_folder("cifar10", Namespace(smoke=True, out=None))
+    assert folder.parent == tmp_path
+    told = tmp_path / "told"
+    assert runs.output_folder("cifar10", Namespace(smoke=True, out=told)) == told
+    full = runs.output_folder("cifar10", Namespace(smoke=False, out=None))
+    assert full == PAPER / "results" / "cifar10"
+
+
+@pytest.mark.parametrize("complement", ["drop", "prior"])
+def test_posteriors_of_a_study_are_those_of_fits(paper, tmp_path, complement):
+    """Any rank, any prefix of the data, in any order, from cached features."""
+    ella, data = paper("common.ella"), paper("common.data")
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+    ).double()
+    x = torch.randn(20, 3, dtype=torch.float64)
+    images = data.Images(x, torch.randint(0, 3, (20,)))
+    settings = {"n_eigenvalues": 6, "subsample_size": 30}
+    la = ella.fit_basis(model, images, tmp_path / "ella.pt", **settings)
+    assert la.n_data == 0
+    features = ella.cached_features(la, images, tmp_path / "features", shard=7)
+    study = ella.Study(la, features)
+    for rank, n in ((4, 12), (6, 20), (2, 5), (6, 12)):
+        expected = ella.fit_basis(model, images, tmp_path / "ella.pt", **settings)
+        expected.fit(images[:n].loader(), override=False)
+        expected.truncate(rank)
+        expected.prior_precision, expected.complement = 3.0, complement
+        expected.temperature = n / 100
+        found = study.posterior(
+            rank, n, prior_precision=3.0, complement=complement, n_effective=100
+        )
+        assert found.n_data == n
+        assert torch.allclose(found.H, expected.H)
+        probs = ella.predict(found, features, "probit")
+        assert torch.allclose(probs, expected(x, link_approx="probit"))
+
+
+def test_approximation_error(paper, tmp_path, monkeypatch):
+    """Without data it runs on random ones; the published results stay as they are."""
+    monkeypatch.delenv("LAPLACE_ELLA_DATA", raising=False)
+    before = published()
+    paper("approximation_error").main(["--smoke"])
+    assert {"errors.csv", "errors.png", "README.md"} <= written(tmp_path)
+    assert published() == before
+
+
+def test_benchmark_tasks(paper, data_dir, tmp_path):
+    """What is measured, with this package; each is a process of its own otherwise."""
+    benchmark = paper("benchmark")
+    args = Namespace(data_root=data_dir, cache_dir=tmp_path)
+    sizes = {"side": "ours", "M": 4, "K": 2, "N": 4, "batch": 4, "images": 2}
+    for task, options in {
+        "basis_row": {},
+        "predict": {},
+        "fit": {"tag": "fit"},
+        "growth": {"P": 400, "C": 3},
+        "options": {"option": "default", "tag": "option"},
+    }.items():
+        row = benchmark.TASKS[task](args, sizes | options)
+        assert row["seconds"] >= 0
 
 
 def test_cifar10(run, tmp_path, capsys):
-    options = ("--seeds", "0", "1")
+    options = ("--seeds", "0", "1", f"--out={tmp_path}")
     rows = run("cifar10", *options)
     names = {"", "_all_layers", "_facts", "_seeds", "_subset", "_summary"}
     assert {f"resnet20{name}.md" for name in names} <= written(tmp_path)
@@ -66,11 +246,10 @@ def test_cifar10(run, tmp_path, capsys):
     assert " | MAP | " not in capsys.readouterr().out.split("**")[0]
 
 
-@pytest.mark.usefixtures("run")
-def test_spread_and_paired_differences():
+def test_spread_and_paired_differences(paper):
     """Against numpy's own formulas, on numbers small enough to see."""
-    spread = importlib.import_module("common.spread")
-    facts = importlib.import_module("common.facts")
+    spread = paper("common.spread")
+    facts = paper("common.facts")
     key = {"protocol": "train", "method": "a", "link": "mc"}
     seeds = [
         [{**key, "accuracy": 0.9, "nll": v, "ece": 0.01, "brier": 0.1}]
@@ -89,11 +268,10 @@ def test_spread_and_paired_differences():
     assert pair["error"] == pytest.approx(losses.std(ddof=1) / 3**0.5, abs=1e-6)
 
 
-@pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
-def test_covariances_for_any_temperature(structure):
+def test_covariances_for_any_temperature(paper, structure):
     """T·(H + γ)⁻¹ gives what laplace-torch predicts with prior γ/T and temperature."""
-    covariances = importlib.import_module("common.covariances")
+    covariances = paper("common.covariances")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(30, 4, generator=generator)
     y = torch.randint(0, 3, (30,), generator=generator)
@@ -139,9 +317,8 @@ def test_corruptions(run, tmp_path):
     assert {row["protocol"] for row in rows} == {"train", "halves"}
 
 
-@pytest.mark.usefixtures("run")
-def test_every_corruption_is_reproducible():
-    corruptions = importlib.import_module("common.corruptions")
+def test_every_corruption_is_reproducible(paper):
+    corruptions = paper("common.corruptions")
     pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
     assert len(corruptions.CORRUPTIONS) == 19
     for name in corruptions.CORRUPTIONS:

@@ -6,9 +6,13 @@ import re
 import warnings
 from pathlib import Path
 
+import pytest
+
 import laplace_ella
 
 README = Path(__file__).parents[1] / "README.md"
+EXAMPLES = README.parent / "examples"
+PAGES = [README, EXAMPLES / "README.md", EXAMPLES / "paper" / "RESULTS.md"]
 
 
 def test_code_blocks_run():
@@ -22,10 +26,12 @@ def test_code_blocks_run():
             exec(compile(block, f"README block {number}", "exec"), namespace)
 
 
-def test_links_exist():
-    """Relative links of the README lead to files."""
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README.read_text())
-    missing = [link for link in links if not (README.parent / link).exists()]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_exist(page):
+    """Relative links of README and results lead to files."""
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text())
+    assert links
+    missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-#: File, blocks a stage, and the accuracy on unseen images that its authors publish
+#: File, blocks per stage, and the accuracy on unseen images that its authors publish
 #: (github.com/akamaster/pytorch_resnet_cifar10).
 CIFAR_RESNETS = {
     "resnet20": ("resnet20-12fca82f.th", 3, 0.9173),
@@ -102,9 +102,11 @@ class ConvNet(nn.Module):
 def read_weights(source: str | Path) -> dict[str, torch.Tensor]:
     """A state dict from a path or a URL, without the prefix of DataParallel."""
     if str(source).startswith(("http://", "https://")):
-        state = torch.hub.load_state_dict_from_url(str(source), map_location="cpu")
+        state = torch.hub.load_state_dict_from_url(
+            str(source), map_location="cpu", weights_only=True
+        )
     else:
-        state = torch.load(source, map_location="cpu", weights_only=False)
+        state = torch.load(source, map_location="cpu", weights_only=True)
     state = state.get("state_dict", state)
     return {name.removeprefix("module."): value for name, value in state.items()}
 

@@ -1,6 +1,6 @@
 """Fill the tables of RESULTS.md from the files in results/.
 
-    python examples/update_results.py
+    python examples/paper/update_results.py
 
 Between `<!-- begin NAME -->` and `<!-- end -->` stands the file results/NAME, or, for a
 name that ends in `environment.json`, its contents in one line. Nothing is typed in.

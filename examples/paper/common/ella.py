@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tqdm.auto import tqdm
 from common.data import Images
 from common.protocols import Fold, Outcome
 from laplace_ella import EarlyStopping, ELLALaplace, FeatureCache, metrics
+from laplace_ella.tuning.calibration import temperature_scaling
 
 #: Images in one file of features: what an interruption can lose.
 SHARD = 500
@@ -34,8 +34,7 @@ def fit_basis(
 ) -> ELLALaplace:
     """ELLA with its directions, and no data in it yet; read from `path` if there.
 
-    `fit` samples the directions, and is told to stop at the first image: the
-    curvature is summed from cached features, for any number of images.
+    The curvature is added up from cached features, for any number of images.
     """
     la = Laplace(
         model,
@@ -52,15 +51,7 @@ def fit_basis(
         la.load_state_dict(torch.load(path, weights_only=True))
         la.prior_precision = prior_precision
     else:
-        at_once = EarlyStopping(
-            start=1, patience=1, n_samples=1, loss=lambda probs, y: 0.0
-        )
-        la.fit(
-            train.loader(batch_size),
-            val_loader=train[:2].loader(),
-            early_stopping=at_once,
-            progress_bar=True,
-        )
+        la.fit_basis(train.loader(batch_size), progress_bar=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(la.state_dict(), path)
     return la
@@ -71,17 +62,17 @@ def cached_features(
     images: Images,
     folder: Path,
     *,
-    kernel: bool = True,
+    residual: bool = True,
     batch_size: int = 48,
     shard: int = SHARD,
     quiet: bool = False,
 ) -> FeatureCache:
     """Features of images, in files of `shard` images; files that exist are read.
 
-    With `kernel` the cache serves both settings of the complement.
+    With `residual` the cache serves both settings of the complement.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    complement, la.complement = la.complement, "prior" if kernel else "drop"
+    complement, la.complement = la.complement, "prior" if residual else "drop"
     caches = []
     starts = range(0, len(images), shard)
     bar = tqdm(starts, f"features of {folder.name}", mininterval=5, disable=quiet)
@@ -96,26 +87,7 @@ def cached_features(
             path.with_suffix(".tmp").replace(path)
         caches.append(cache)
     la.complement = complement
-    return concatenate(caches)
-
-
-def concatenate(caches: Sequence[FeatureCache]) -> FeatureCache:
-    """One cache of several."""
-    kernels = [c.kernel for c in caches]
-    return FeatureCache(
-        torch.cat([c.f_mu for c in caches]),
-        torch.cat([c.phi for c in caches]),
-        torch.cat([c.targets for c in caches]),
-        None if any(k is None for k in kernels) else torch.cat(kernels),
-    )
-
-
-def curvature(cache: FeatureCache) -> torch.Tensor:
-    """Σ φᵀ(diag(p) − ppᵀ)φ of a classifier, `(K, K)`: what `fit` adds up."""
-    p = cache.f_mu.double().softmax(-1).unsqueeze(-1)  # (B, C, 1)
-    phi = cache.phi.double()
-    rows = (p.sqrt() * (phi - (p * phi).sum(1, keepdim=True))).flatten(0, 1)
-    return rows.T @ rows
+    return FeatureCache.concatenate(caches)
 
 
 @dataclass
@@ -125,7 +97,7 @@ class Study:
     Attributes
     ----------
     la : ELLALaplace
-        with the directions, from `fit_basis`
+        with the directions; each posterior takes the place of the one before
     train : FeatureCache
         features of the data to fit, of which prefixes are used
     """
@@ -134,8 +106,10 @@ class Study:
     train: FeatureCache
 
     def __post_init__(self) -> None:
-        self.full = self.la.state_dict()
-        self._sums: dict[tuple[int, int], torch.Tensor] = {}
+        self.train = self.train.without_residual()  # curvature needs features only
+        self.la.fit_features(self.train[:0])  # whatever was fitted before is gone
+        # Fits of prefixes at full rank, which contain those of every lower rank.
+        self._fits: dict[int, dict[str, Any]] = {0: self.la.state_dict()}
 
     def posterior(
         self,
@@ -151,35 +125,23 @@ class Study:
         `n_effective` scales its curvature to that of so many images.
         """
         n_data = len(self.train) if n_data is None else n_data
-        part = self.train[:n_data]
-        state = {
-            **self.full,
-            "directions": self.full["directions"][:rank],
-            "eigenvalues": self.full["eigenvalues"][:rank],
-            "H": self.curvature(rank, n_data),
-            "loss": nn.functional.cross_entropy(
-                part.f_mu, part.targets, reduction="sum"
-            ),
-            "n_data": n_data,
-        }
         la = self.la
-        la.load_state_dict(state)
+        la.load_state_dict(self._fit(n_data))
+        la.truncate(rank)
         la.prior_precision = prior_precision
         la.complement = complement
         la.temperature = 1.0 if n_effective is None else n_data / n_effective
         return la
 
-    def curvature(self, rank: int, n_data: int) -> torch.Tensor:
-        """Σ φᵀΛφ over the first images; sums of larger ranks contain it."""
-        full = self.train.phi.shape[-1]
-        if (full, n_data) not in self._sums:
-            # Go on from the longest prefix that is summed up already.
-            done = max((n for _, n in self._sums if n <= n_data), default=0)
-            total = self._sums.get((full, done), 0)
-            for part in self.train[done:n_data].batches(512):
-                total = total + curvature(part)
-            self._sums[full, n_data] = total
-        return self._sums[full, n_data][:rank, :rank]
+    def _fit(self, n_data: int) -> dict[str, Any]:
+        """The state of the fit of the first images."""
+        if n_data not in self._fits:
+            # Go on from the longest prefix that is added up already.
+            done = max(n for n in self._fits if n < n_data)
+            self.la.load_state_dict(self._fits[done])
+            self.la.fit_features(self.train[done:n_data], override=False)
+            self._fits[n_data] = self.la.state_dict()
+        return self._fits[n_data]
 
     def stop_early(
         self,
@@ -210,7 +172,7 @@ def last_layer_study(
     embedded: dict[str, Images],
     folder: Path,
     *,
-    kernel: bool = True,
+    residual: bool = True,
     **settings: Any,
 ) -> tuple[Study, dict[str, FeatureCache]]:
     """ELLA of the last layer, a linear network on the embeddings, and features.
@@ -219,7 +181,9 @@ def last_layer_study(
     """
     la = fit_basis(head, embedded["fit"], folder / "last_layer.pt", **settings)
     features = {
-        which: cached_features(la, part, folder / f"last_layer_{which}", kernel=kernel)
+        which: cached_features(
+            la, part, folder / f"last_layer_{which}", residual=residual
+        )
         for which, part in embedded.items()
     }
     return Study(la, features["fit"]), features
@@ -264,9 +228,7 @@ def choose(
     is not chosen.
     """
     k, complement = setting.rank, setting.complement
-    validation = validation.truncate(k)
-    if complement == "drop":
-        validation = FeatureCache(validation.f_mu, validation.phi, validation.targets)
+    validation = validation.truncate(k)  # once, for all that is tried
     search = {"link_approx": link, "n_samples": 128}
     if setting.search == "stop":
         n, _ = study.stop_early(
@@ -318,32 +280,7 @@ def predict(
     la: ELLALaplace, cache: FeatureCache, link: str, n_samples: int = 512
 ) -> torch.Tensor:
     """Class probabilities `(N, C)` of cached images, by the posterior as it is."""
-    generator = torch.Generator().manual_seed(la.seed)
-    parts = []
-    for part in cache.truncate(la.rank).batches(1000):
-        kernel = part.kernel if la.complement == "prior" else None
-        parts.append(
-            la.predict_from_features(
-                part.f_mu,
-                part.phi,
-                kernel,
-                link_approx=link,
-                n_samples=n_samples,
-                generator=generator,
-            )
-        )
-    return torch.cat(parts)
-
-
-def scaling_temperature(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    """The softmax temperature with the lowest NLL (Guo et al. 2017)."""
-    from scipy.optimize import minimize_scalar
-
-    def loss(log_t: float) -> float:
-        scaled = logits.double() / 10**log_t
-        return torch.nn.functional.cross_entropy(scaled, targets).item()
-
-    return 10 ** minimize_scalar(loss, bounds=(-1.0, 1.5), method="bounded").x
+    return la.predict_from_cache(cache, link_approx=link, n_samples=n_samples)
 
 
 def scale_on_fold(
@@ -351,7 +288,7 @@ def scale_on_fold(
 ) -> Outcome:
     """Temperature scaling: choose on the fold's validation images, predict its test."""
     f, y = logits[fold.where][fold.choose], targets[fold.where][fold.choose]
-    t = scaling_temperature(f, y)
+    t = temperature_scaling(f, y)
     val_nll = metrics.nll((f / t).softmax(-1), y)
     probs = (logits["test"][fold.predict] / t).softmax(-1)
     return Outcome(probs, val_nll, {"T": t})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +59,9 @@ def cifar10_pixels(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     return data.data[order], np.asarray(data.targets)[order]
 
 
+@lru_cache(maxsize=2)  # both splits: set-ups of several seeds share them
 def cifar10(root: Path, split: str) -> Images:
-    """CIFAR-10, normalised, in random order."""
+    """CIFAR-10, normalised, in random order; not to be changed in place."""
     pixels, classes = cifar10_pixels(root, split)
     return Images(normalize_cifar(pixels), torch.as_tensor(classes).long())
 

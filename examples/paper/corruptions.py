@@ -1,7 +1,7 @@
 """CIFAR-10 corruptions: 19 types × 5 severities (Fig. 3 of the paper).
 
-    python examples/cifar10.py                      # whose basis and features are read
-    python examples/corruptions.py --n-images 200
+    python examples/paper/cifar10.py    # whose basis and features are read
+    python examples/paper/corruptions.py --n-images 200
 
 The corruptions of Hendrycks and Dietterich (2019), see `common.corruptions`, are
 applied to the first test images. Settings are chosen on clean images and are not
@@ -100,9 +100,9 @@ def make_methods(args: Any, setup: Cifar) -> Methods:
         caches["halves"] = setup.features("test")[positions]
         embeddings["halves"] = setup.embeddings("test", setup.test)[positions]
     caches = {p: cache.truncate(args.rank) for p, cache in caches.items()}
-    study = ella.Study(setup.la, setup.features("fit").truncate(args.rank))
-    setup.la.truncate(args.rank)
-    study.full = setup.la.state_dict()
+    fit = setup.features("fit").truncate(args.rank)
+    setup.la.truncate(args.rank)  # features of corrupted images are of this rank too
+    study = ella.Study(setup.la, fit)
     train = setup.train[: args.n_fit if args.smoke else None]
     train_embeddings = {"train": setup.embeddings("train", train)}
     last = LastLayer(
@@ -120,7 +120,7 @@ def make_methods(args: Any, setup: Cifar) -> Methods:
     for protocol in args.protocols:
         print(f"choosing settings: {protocol}", flush=True)
         clean = caches[protocol]
-        scaling[protocol] = ella.scaling_temperature(clean.f_mu, clean.targets)
+        scaling[protocol] = ella.temperature_scaling(clean.f_mu, clean.targets)
         chosen[protocol] = {
             label: last.choose(
                 "full", search, link, embeddings[protocol], clean.targets
@@ -144,11 +144,9 @@ def one(
 ) -> dict[str, Any]:
     """All methods on one corruption; its features are kept in a file."""
     x = normalize_cifar(corrupt(pixels, name, severity))
-    study, setup = methods.study, methods.setup
-    study.la.load_state_dict(study.full)
-    rank = len(study.full["eigenvalues"])
-    folder = setup.folder / f"corruptions_K{rank}" / f"{name}_{severity}"
-    test = ella.cached_features(study.la, Images(x, targets), folder, quiet=True)
+    setup, la = methods.setup, methods.study.la
+    folder = setup.folder / f"corruptions_K{la.rank}" / f"{name}_{severity}"
+    test = ella.cached_features(la, Images(x, targets), folder, quiet=True)
     embedded = ella.forward(setup.model.embed, x)
     return {
         "rows": [

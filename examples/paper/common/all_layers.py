@@ -203,8 +203,8 @@ def attempts(model: nn.Module, images: Images) -> list[dict[str, Any]]:
             with runs.stopwatch() as prediction:
                 la(images.x[:2], pred_type="gp" if extra else "glm")
             note = (
-                f"runs: fit {times['cpu'] / len(images):.2f} s an image, prediction "
-                f"{prediction['cpu'] / 2:.2f} s an image (CPU time)"
+                f"runs: fit {times['cpu'] / len(images):.2f} s per image, prediction "
+                f"{prediction['cpu'] / 2:.2f} s per image (CPU time)"
             )
         except Exception as error:  # whatever it raises is the result
             text = str(error).strip().splitlines() or [""]

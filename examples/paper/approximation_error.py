@@ -6,8 +6,8 @@ with K ≤ M, ε_Nyström is the relative error of the approximated kernel matri
 training data, ε_ELLA the mean relative error of the predictive covariance on the
 validation data, both in spectral norm.
 
-    python examples/approximation_error.py --data-root DATA --out OUT
-    python examples/approximation_error.py --smoke --out OUT      # seconds
+    python examples/paper/approximation_error.py --data-root DATA
+    python examples/paper/approximation_error.py --smoke             # seconds
 
 DATA (default: the environment variable LAPLACE_ELLA_DATA) holds mnist/*.gz and
 weights/mnist_convnet.ckpt. The full size takes about 7 GB of memory.
@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gzip
 import os
 import platform
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
+from common import data, models, runs
 from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -60,36 +60,7 @@ ERRORS = {
 }
 
 
-class ConvNet(nn.Module):
-    """The paper's MNIST network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-        def layer(n_in: int, n_out: int) -> nn.Sequential:
-            return nn.Sequential(
-                nn.Conv2d(n_in, n_out, 5, padding=2),
-                nn.BatchNorm2d(n_out),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-            )
-
-        self.layer1, self.layer2 = layer(1, 16), layer(16, 32)
-        self.fc = nn.Linear(1568, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.layer2(self.layer1(x)).flatten(1))
-
-
 # Data
-
-
-def read_idx(path: Path) -> np.ndarray:
-    """An array from MNIST's own file format."""
-    with gzip.open(path) as file:
-        content = file.read()
-    shape = np.frombuffer(content, ">i4", count=content[3], offset=4)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape)
 
 
 def load(root: Path | None, seed: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -97,18 +68,15 @@ def load(root: Path | None, seed: int) -> tuple[nn.Module, torch.Tensor, torch.T
 
     Without a folder: a random network and random images, enough to run the code.
     """
-    model = ConvNet().eval()
     if root is None:
         generator = torch.Generator().manual_seed(seed)
         x = torch.rand(256, 1, 28, 28, generator=generator)
-        return model, x, torch.randint(10, (256,), generator=generator)
-    weights = root / "weights" / "mnist_convnet.ckpt"
-    model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
-    images = read_idx(root / "mnist" / "train-images-idx3-ubyte.gz")
-    labels = read_idx(root / "mnist" / "train-labels-idx1-ubyte.gz")
+        y = torch.randint(10, (256,), generator=generator)
+        return models.ConvNet().eval(), x, y
+    images = data.mnist(root, "train")
     order = np.random.default_rng(seed).permutation(len(images))[:4096]
-    x = torch.from_numpy(images[order]).float().unsqueeze(1) / 255
-    return model, x, torch.from_numpy(labels[order].astype(np.int64))
+    chosen = images[torch.from_numpy(order)]
+    return models.mnist_convnet(root), chosen.x, chosen.y
 
 
 # The study
@@ -150,15 +118,18 @@ def study(
         nystrom = exact.nystrom_errors(la.basis.directions, ranks)
         la.complement = "prior"
         features = FeatureCache.from_loader(la, val)
-        f, phi, kernel = (
-            t.double() for t in (features.f_mu, features.phi, features.kernel)
+        features = replace(  # rounding counts where the error is small
+            features,
+            f_mu=features.f_mu.double(),
+            phi=features.phi.double(),
+            residual=features.residual.double(),
         )
-
         for k, error in zip(ranks, nystrom, strict=True):
             ella = []
             for la.complement in ("drop", "prior"):
                 posterior = la.posterior.truncate(k)
-                values = posterior.function_values(f, phi[..., :k], kernel)
+                part = features.serving(posterior)
+                values = posterior.function_values(part.f_mu, part.phi, part.residual)
                 errors = relative_errors(values.covariance(), kappa)
                 ella.append(float(errors.mean()))
             points.append(Point(M, k, error.relative, error.relative_trace, *ella))
@@ -331,9 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     root = os.environ.get("LAPLACE_ELLA_DATA")
     parser.add_argument("--data-root", type=Path, default=Path(root) if root else None)
-    default = Path(__file__).parent / "results" / "approximation_error"
-    parser.add_argument("--out", type=Path, default=default)
-    parser.add_argument("--smoke", action="store_true", help="a tiny size")
+    runs.add_output(parser)
     parser.add_argument("--n-train", type=int, default=2000)
     parser.add_argument("--n-val", type=int, default=256)
     parser.add_argument("--weight-decay", type=float, default=5e-4, help="γ")
@@ -344,6 +313,7 @@ def main(argv: list[str] | None = None) -> None:
         args.n_train, args.n_val = 24, 8
     elif args.data_root is None:
         parser.error("pass --data-root, or set LAPLACE_ELLA_DATA, or use --smoke")
+    args.out = runs.output_folder("approximation_error", args)
     sizes = [size for size in SIZES if size <= args.n_train]
     started = time.perf_counter()
 
@@ -374,11 +344,14 @@ def main(argv: list[str] | None = None) -> None:
             log,
         )
     seconds = time.perf_counter() - started
-    command = " ".join(["python", "examples/approximation_error.py", *sys.argv[1:]])
-    data = "MNIST, the paper's checkpoint" if args.data_root else "random data and net"
+    options = sys.argv[1:] if argv is None else argv
+    command = " ".join(["python examples/paper/approximation_error.py", *options])
+    source = "MNIST, the paper's checkpoint"
+    if args.data_root is None:
+        source = "random data and net"
     setting = "\n".join(
         [
-            f"{data}: {n} training images, {args.n_val} others for validation, P = "
+            f"{source}: {n} training images, {args.n_val} others for validation, P = "
             f"{sum(p.numel() for p in model.parameters()):,}, C = 10. One draw of the "
             "Nyström samples for each M; bases are nested, so all K of one M share it.",
             "",
@@ -394,7 +367,6 @@ def main(argv: list[str] | None = None) -> None:
             f"{seconds:.0f} s ({time.process_time():.0f} s of CPU time).",
         ]
     )
-    args.out.mkdir(parents=True, exist_ok=True)
     write_csv(points, args.out / "errors.csv")
     heat_maps(points, args.out / "errors.png")
     text = report(points, setting)

@@ -51,7 +51,7 @@ def image_facts(setup: Cifar) -> list[dict[str, Any]]:
                 "images": name,
                 "n": len(y),
                 **metrics.classification_metrics(logits.softmax(-1), y),
-                "T": ella.scaling_temperature(logits, y),
+                "T": ella.temperature_scaling(logits, y),
             }
         )
     return rows

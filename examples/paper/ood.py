@@ -1,7 +1,7 @@
 """Out-of-distribution inputs: error against confidence, AUROC (Fig. 4a of the paper).
 
-    python examples/ood.py --pair mnist
-    python examples/ood.py --pair cifar10
+    python examples/paper/ood.py --pair mnist
+    python examples/paper/ood.py --pair cifar10
 
 'mnist' is the paper's MNIST network on MNIST and Fashion-MNIST; 'cifar10' is ResNet-20
 on CIFAR-10 and SVHN if torchvision finds it below --data-root, otherwise Fashion-MNIST
@@ -139,7 +139,7 @@ def predictions(args: Any, pair: Pair) -> dict[str, tuple[dict[str, Any], str]]:
     f = {which: cache.f_mu for which, cache in pair.features.items()}
     y = pair.features["validation"].targets
     out = {"MAP": ({w: f[w].softmax(-1) for w in ("test", "ood")}, "")}
-    t = ella.scaling_temperature(f["validation"], y)
+    t = ella.temperature_scaling(f["validation"], y)
     out["temperature scaling"] = (
         {w: (f[w] / t).softmax(-1) for w in ("test", "ood")},
         f"T={t:.3g}",

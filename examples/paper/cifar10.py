@@ -1,7 +1,7 @@
 """CIFAR-10 with pretrained ResNets: every method, both links (Table 3 of the paper).
 
-    python examples/cifar10.py --network resnet20 --seeds 0 1 2
-    python examples/cifar10.py --network resnet56 --rank 256 --ranks 20 256
+    python examples/paper/cifar10.py --network resnet20 --seeds 0 1 2
+    python examples/paper/cifar10.py --network resnet56 --rank 256 --ranks 20 256
 
 Hyperparameters are chosen in two ways, each reported on all test images:
 
@@ -592,7 +592,7 @@ def write_subset(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
 def write_tables(
     path: Path, rows: list[dict[str, Any]], columns: dict[str, str], note: str = ""
 ) -> None:
-    """One table a protocol."""
+    """One table per protocol."""
     text = note
     for protocol, title in TITLES.items():
         mine = [r for r in rows if r.get("protocol") == protocol]

@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -41,14 +42,42 @@ def arguments(name: str, description: str) -> argparse.ArgumentParser:
         default=Path.home() / ".cache" / "laplace_ella_examples",
         help="folder for features, which a second run reads instead of computing them",
     )
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / name, help="folder for tables and figures"
-    )
+    add_output(parser)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument(
-        "--smoke", action="store_true", help="a few images: does the script run?"
-    )
     return parser
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Options that say where results go, for `output_folder`."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for tables and figures (default: among the published results, "
+        "or with --smoke a new temporary folder)",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny size: does the script run?"
+    )
+
+
+def output_folder(name: str, args: Any) -> Path:
+    """The folder for the results of the script `name`, made if it is not there.
+
+    A smoke run never writes over published results.
+    """
+    folder = args.out
+    if folder is None and args.smoke:
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}_smoke_"))
+        print(f"results of this smoke run go to {folder}", flush=True)
+    elif folder is None:
+        folder = RESULTS / name
+    if args.smoke and folder.resolve().is_relative_to(RESULTS):
+        raise SystemExit(
+            f"--smoke would write over the published results in {folder}; pass "
+            "another --out, or none for a temporary folder."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def start(parser: argparse.ArgumentParser, argv: list[str] | None) -> Any:
@@ -57,7 +86,7 @@ def start(parser: argparse.ArgumentParser, argv: list[str] | None) -> Any:
     if args.data_root is None:
         parser.error("pass --data-root, or set LAPLACE_ELLA_DATA")
     torch.set_num_threads(args.threads)
-    args.out.mkdir(parents=True, exist_ok=True)
+    args.out = output_folder(parser.prog, args)
     if args.smoke:  # never mixed with the features of a full run
         args.cache_dir = args.cache_dir / "smoke"
     args.cache_dir.mkdir(parents=True, exist_ok=True)

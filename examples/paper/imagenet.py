@@ -1,16 +1,17 @@
 """ImageNet classifiers with 1,000 classes (Tables 4 and 5 of the paper).
 
-    python examples/imagenet.py --model efficientnet_lite0
-    python examples/imagenet.py --model resnet50 --data-root /data/imagenet
-    python examples/imagenet.py --model vit_base_patch16_224 --data-root /data/imagenet
+    cd examples/paper
+    python imagenet.py --model efficientnet_lite0
+    python imagenet.py --model resnet50 --data-root /data/imagenet
+    python imagenet.py --model vit_base_patch16_224 --data-root /data/imagenet
 
 --data-root holds `imagenet_sample/NNNN_wnid.jpg` or ImageNet's `val/<wnid>/*.JPEG`.
 Half of the images is fitted, half tested; settings are chosen on one half of the test
-images for the other, and the other way round. The sample has one image a
+images for the other, and the other way round. The sample has one image per
 class, which says little about accuracy: with 500 test images one more is 0.2 %.
 
 Features are computed in forward mode, K tangents whatever the number of classes; the
-complement would need 1,000 backward passes an image and is not used. Of the last layer
+complement would need 1,000 backward passes per image and is not used. Of the last layer
 ELLA is shown: laplace-torch's structures form the Jacobian of 1,000 classes by 1.3
 million weights for every image (5 GiB), its full posterior a matrix of 6 TiB.
 
@@ -93,7 +94,7 @@ def all_layers(
     n_images = sum(len(part) for part in images.values())
     minutes = one * n_images * (2 * args.rank + 1) / 60
     print(
-        f"forward pass {1000 * one:.0f} ms an image; features of {n_images} images "
+        f"forward pass {1000 * one:.0f} ms per image; features of {n_images} images "
         f"take about {minutes:.0f} min ({2 * args.rank + 1} forward passes each)",
         flush=True,
     )
@@ -114,7 +115,7 @@ def all_layers(
         which: times.measure(
             f"features of {len(part)} images to {which}",
             lambda which=which, part=part: ella.cached_features(
-                la, part, folder / which, kernel=False, batch_size=10, shard=SHARD
+                la, part, folder / which, residual=False, batch_size=10, shard=SHARD
             ),
         )
         for which, part in images.items()
@@ -137,7 +138,7 @@ def last_layer(
             head,
             embedded,
             folder,
-            kernel=False,
+            residual=False,
             n_eigenvalues=args.rank,
             subsample_size=args.subsample_size,
             seed=args.seed,

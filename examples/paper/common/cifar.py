@@ -99,7 +99,7 @@ class Cifar:
                 1.0 if self.args.smoke else min(tqdm(STRENGTHS, "strength"), key=miss)
             )
             torch.save(best, path)
-        return torch.load(path)
+        return torch.load(path, weights_only=True)
 
     @property
     def validation(self) -> Images:

@@ -14,7 +14,11 @@ import torch
 from scipy.optimize import minimize_scalar
 
 from laplace_ella import metrics
-from laplace_ella.posterior.predictive import FunctionValues, class_probabilities
+from laplace_ella.posterior.predictive import (
+    FunctionValues,
+    class_probabilities,
+    psd_root,
+)
 
 #: log10 of the temperatures searched.
 LOG_T = (-3.0, 5.0)
@@ -22,8 +26,7 @@ LOG_T = (-3.0, 5.0)
 
 def root(f_mu: torch.Tensor, f_var: torch.Tensor) -> FunctionValues:
     """The Gaussian N(f_mu `(N, C)`, f_var `(N, C, C)`), with a root of f_var."""
-    nothing = f_mu.new_zeros(*f_mu.shape, 1)
-    return FunctionValues(f_mu, FunctionValues(f_mu, nothing, f_var).root())
+    return FunctionValues(f_mu, psd_root(f_var))
 
 
 def probabilities(

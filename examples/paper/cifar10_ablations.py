@@ -1,8 +1,8 @@
 """What N, M, K and the complement do to the test NLL, and what a prediction costs.
 
-    python examples/cifar10.py                      # whose features are read
-    python examples/cifar10_ablations.py
-    python examples/cifar10_ablations.py --studies N stopping time   # M is the dearest
+    python examples/paper/cifar10.py    # whose features are read
+    python examples/paper/cifar10_ablations.py
+    python examples/paper/cifar10_ablations.py --studies N stopping time    # all but M
 
 N         NLL against the number of fitted data (Fig. 2c), for several K, with and
           without the complement: K × N × complement. Up to --n-fit images N is the
@@ -333,7 +333,7 @@ def plot_stopping(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def milliseconds(predict: Any, n_images: int, repeats: int = 3) -> dict[str, float]:
-    """Wall-clock and CPU time an image: the lowest of a few, others run here too."""
+    """Wall-clock and CPU time per image: the lowest of a few, others run here too."""
     times = []
     for _ in range(repeats):
         with runs.stopwatch() as watch:
@@ -408,8 +408,8 @@ TIME_TABLE = {
     "method": "method",
     "K": "K",
     "complement": "complement",
-    "ms": "wall-clock ms an image",
-    "cpu_ms": "CPU ms an image",
+    "ms": "wall-clock ms per image",
+    "cpu_ms": "CPU ms per image",
 }
 
 
@@ -434,7 +434,7 @@ def plot_time(path: Path, rows: list[dict[str, Any]]) -> None:
         axis.axhline(value, color=color, linestyle=style, label=label)
     theirs = next(r for r in mine if r["method"] == "laplace-torch's ELLA")
     axis.plot(theirs["K"], theirs["ms"], "x", color="C4", label=theirs["method"])
-    axis.set(xscale="log", yscale="log", xlabel="K", ylabel="wall-clock ms an image")
+    axis.set(xscale="log", yscale="log", xlabel="K", ylabel="wall-clock ms per image")
     ranks = sorted({r["K"] for r in mine if "K" in r})
     axis.set_xticks(ranks, [str(k) for k in ranks])
     axis.minorticks_off()

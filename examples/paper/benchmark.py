@@ -1,6 +1,6 @@
 """Cost of ELLA: this package against laplace-torch 0.3's own `ELLA`.
 
-    python examples/benchmark.py --data-root DATA
+    python examples/paper/benchmark.py --data-root DATA
 
 Every measurement is a process of its own, so that peak memory is that of one side and
 one task. Times are CPU seconds of one thread: a machine that also does other things
@@ -19,7 +19,6 @@ import warnings
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -102,13 +101,13 @@ def resnet20(args: Namespace, n: int) -> tuple[nn.Module, torch.Tensor, torch.Te
 
 
 def forward_seconds(model: nn.Module, x: torch.Tensor) -> float:
-    """One forward pass, an image."""
+    """Seconds of one forward pass per image."""
     with torch.no_grad():
         return best_time(lambda: model(x)) / len(x)
 
 
 def basis_row(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Seconds a sampled gradient, without the decomposition that follows."""
+    """Seconds per sampled gradient, without the decomposition that follows."""
     M = p["M"]
     model, x, y = resnet20(args, M)
     data = loader(x, y, p["batch"])
@@ -116,9 +115,8 @@ def basis_row(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     la.model.eval()
     if p["side"] == "ours":
         outputs = torch.nn.functional.one_hot(torch.arange(M) % 10, 10).float()
-        rows = la._linearizer.row_chunks
-        few = x[:64], torch.arange(64), outputs[:64]
-        la._linearizer.n_outputs = 10
+        rows = la.fitter.linearizer.row_chunks
+        few = x[:64], torch.arange(min(64, M)), outputs[:64]
         _consume(rows(*few))  # finds out how, as at the start of a fit
         seconds = once(lambda: _consume(rows(x, torch.arange(M), outputs)))
     else:  # decomposes as well, a matrix of M×M
@@ -131,7 +129,7 @@ def _consume(iterator: Iterator[Any]) -> None:
 
 
 def predict(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Seconds an image of the probit predictive, with a fit on a few images."""
+    """Seconds per image of the probit predictive, with a fit on a few images."""
     n = p["images"]
     model, x, y = resnet20(args, max(n, p["M"]))
     la = SIDES[p["side"]](model, p["M"], p["K"])
@@ -141,7 +139,7 @@ def predict(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     seconds = best_time(lambda: la(x, pred_type=kind, link_approx="probit"), 2) / n
     row = {"seconds": seconds, "forward": forward_seconds(model, x)}
     if p["side"] == "ours":
-        row["mode"] = la._linearizer.feature_mode.value
+        row["mode"] = la.modes.features.value
     return row
 
 
@@ -186,7 +184,7 @@ def efficientnet(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     paths, classes = imagenet_sample(args.data_root)
     x = read_images(paths[:: 1000 // p["M"]][: p["M"]])
     y = classes[:: 1000 // p["M"]][: p["M"]]
-    # Curvature from sampled labels: one backward pass an image instead of 2K + 1.
+    # Curvature from sampled labels: one backward pass per image instead of 2K + 1.
     la = ours(model, p["M"], p["K"], memory_budget=f"{p['budget']} GB", stochastic=True)
     seconds = once(lambda: la.fit(loader(x, y, 16)))
     la(x[:1])  # finds out how to compute features
@@ -196,7 +194,7 @@ def efficientnet(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
         "image": one,
         "forward": forward_seconds(model, x[:4]),
         "method": la.basis.method,
-        "mode": la._linearizer.feature_mode.value,
+        "mode": la.modes.features.value,
     }
 
 
@@ -218,7 +216,7 @@ def vit(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
         "image": one,
         "forward": forward_seconds(model, x[:1]),
         "method": la.basis.method,
-        "mode": la._linearizer.feature_mode.value,
+        "mode": la.modes.features.value,
     }
 
 
@@ -244,7 +242,7 @@ def growth(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "image": image,
         "n_params": la.n_params,
-        "mode": la._linearizer.feature_mode.value,
+        "mode": la.modes.features.value,
     }
 
 
@@ -300,7 +298,7 @@ TASKS: dict[str, Task] = {
 }
 
 
-# One process a measurement
+# One process per measurement
 
 
 def measure(args: Namespace, task: str, p: dict[str, Any]) -> dict[str, Any]:
@@ -354,8 +352,8 @@ def run(args: Namespace) -> str:
     head = environment(args)
     told = "\n".join(f"- {k}: {v}" for k, v in head.items())
     page = (
-        "# What ELLA costs\n\n`python examples/benchmark.py`, CPU seconds of one "
-        f"thread, peak resident memory of a process a measurement.\n\n{told}\n\n"
+        "# What ELLA costs\n\n`python examples/paper/benchmark.py`, CPU seconds of one "
+        f"thread, peak resident memory of one process per measurement.\n\n{told}\n\n"
     )
     page += "\n".join(sections)
     if missing := [name for name in SECTIONS if name not in wanted]:
@@ -457,7 +455,7 @@ def streaming(args: Namespace, get: Callable, small: bool) -> str:
         N = 32 if small else 256
         p = {"side": "ours", "N": N, "M": M, "K": 20, "batch": 64}
         exact = get(f"exact M={M}", "fit", tag=f"exact_{M}", **p)
-        budget = "600 MB" if not small else "200 MB"
+        budget = "600 MB" if not small else "400 MB"
         stream = get(
             f"streaming M={M}", "fit", tag=f"stream_{M}", memory_budget=budget, **p
         )
@@ -471,7 +469,9 @@ def streaming(args: Namespace, get: Callable, small: bool) -> str:
                 k = min(len(a), len(b))
                 error = f"{float((a[:k] / b[:k] - 1).abs().max()):.2%}"
                 directions = [
-                    torch.load(args.cache_dir / f"directions_{tag}_{M}.pt")
+                    torch.load(
+                        args.cache_dir / f"directions_{tag}_{M}.pt", weights_only=True
+                    )
                     for tag in ("stream", "exact")
                 ]
                 angle = f"{subspace_angle(*directions):.1f}°"
@@ -489,8 +489,8 @@ def large_models(args: Namespace, get: Callable, small: bool) -> str:
         "",
         "Fitted on M images with sampled curvature (`stochastic=True`).",
         "",
-        "| network | P | C | M | K | budget | peak | fit | an image | passes | basis | "
-        "features |",
+        "| network | P | C | M | K | budget | peak | fit | per image | passes | "
+        "basis | features |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     M = 4 if small else 500
@@ -532,7 +532,7 @@ def growth_table(args: Namespace, get: Callable, small: bool) -> str:
         + ", ".join(f"{k}={v}" for k, v in base.items())
         + ")",
         "",
-        "| doubled | fit | an image | peak | features |",
+        "| doubled | fit | per image | peak | features |",
         "|---|---|---|---|---|",
         f"| – | {first['seconds']:.2f} s | {first['image'] * 1e3:.2f} ms | "
         f"{first['peak_gb']:.2f} GB | {first['mode']} |",
@@ -554,7 +554,7 @@ def cheaper_curvature(args: Namespace, get: Callable, small: bool) -> str:
     return (
         f"## Sampled curvature (`stochastic=True`), ResNet-20, N={p['N']}\n\n"
         f"Exact {exact['seconds']:.1f} s, sampled {sampled['seconds']:.1f} s: "
-        f"{ratio(exact, sampled)} less, with one backward pass an example.\n"
+        f"{ratio(exact, sampled)} less, with one backward pass per example.\n"
     )
 
 
@@ -568,7 +568,7 @@ def options_table(args: Namespace, get: Callable, small: bool) -> str:
         "Probit probabilities against those of the default: the largest difference, "
         "and the difference of the mean negative log likelihood.",
         "",
-        "| option | fit | an image | peak | largest change of a probability | "
+        "| option | fit | per image | peak | largest change of a probability | "
         "change of NLL |",
         "|---|---|---|---|---|---|",
     ]
@@ -580,7 +580,7 @@ def options_table(args: Namespace, get: Callable, small: bool) -> str:
         if "failed" in row:
             lines.append(f"| {option} | {row['failed']} | | | | |")
             continue
-        probs = torch.load(args.cache_dir / f"probs_option_{i}.pt")
+        probs = torch.load(args.cache_dir / f"probs_option_{i}.pt", weights_only=True)
         base = (probs, row) if base is None else base
         change = float((probs - base[0]).abs().max())
         lines.append(
@@ -608,7 +608,6 @@ def main(argv: list[str] | None = None) -> None:
     if args.worker:
         work(args, args.worker[0], json.loads(args.worker[1]))
         return
-    args.out = Path(args.out)
     print(run(args))
 
 

@@ -6,8 +6,8 @@ every gradient of the data (K = N) and the prior kept outside of them
 BoTorch maximises the expected improvement of two points at a time over the joint
 posterior, by gradients that flow through features and covariance to the inputs.
 
-    python examples/bayesopt.py                          # minutes
-    python examples/bayesopt.py --smoke --out OUT        # seconds
+    python examples/paper/bayesopt.py            # minutes
+    python examples/paper/bayesopt.py --smoke    # seconds
 
 Both methods start from the same points and get the same number of evaluations. Reported
 is the simple regret: the lowest value found less the minimum of the function.
@@ -21,7 +21,6 @@ import time
 import warnings
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 from botorch.acquisition import qLogExpectedImprovement
@@ -30,6 +29,7 @@ from botorch.optim import optimize_acqf
 from botorch.posteriors import GPyTorchPosterior
 from botorch.sampling import SobolQMCNormalSampler
 from botorch.test_functions import Branin, Hartmann
+from common import runs
 from gpytorch.distributions import MultivariateNormal
 from laplace import Laplace
 from torch import nn
@@ -231,12 +231,11 @@ def spread(values: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="seconds, proves nothing")
     parser.add_argument("--functions", nargs="+", default=list(FUNCTIONS))
     parser.add_argument("--seeds", type=int, help="number of repetitions")
-    default = Path(__file__).parent / "results" / "bayesopt"
-    parser.add_argument("--out", type=Path, default=default)
+    runs.add_output(parser)
     args = parser.parse_args()
+    args.out = runs.output_folder("bayesopt", args)
     budget = SMOKE if args.smoke else Budget()
     if args.seeds is not None:
         budget = Budget(**{**budget.__dict__, "n_seeds": args.seeds})
@@ -247,12 +246,11 @@ def main() -> None:
     seconds = time.perf_counter() - start
     text = table(results, budget)
     print(text)
-    args.out.mkdir(parents=True, exist_ok=True)
     versions = ", ".join(f"{p} {version(p)}" for p in ("torch", "botorch"))
     about = (
         f"Simple regret, mean ± standard error over {budget.n_seeds} seeds; "
         f"{budget.n_start} common random points, then {budget.n_rounds} rounds of "
-        f"{budget.q}. Made by `python examples/bayesopt.py"
+        f"{budget.q}. Made by `python examples/paper/bayesopt.py"
         f"{' --smoke' if args.smoke else ''}` in {seconds:.0f} s on "
         f"{platform.machine()}, {torch.get_num_threads()} thread(s), {versions}."
     )

@@ -1,7 +1,7 @@
 """ELLA on the LoRA adapters of a Hugging Face transformer, on words rated by people.
 
 The task: is an English word positive or negative? The labels are those of the VADER
-lexicon (Hutto and Gilbert, ICWSM 2014; ten raters a word), which the PyPI package
+lexicon (Hutto and Gilbert, ICWSM 2014; ten raters per word), which the PyPI package
 vaderSentiment ships. A GPT-2 of characters is built from a config, learns to spell the
 words of Python's own documentation, and is then frozen; adapters (PEFT) and a linear
 head learn the task. Nothing is downloaded.
@@ -9,8 +9,8 @@ head learn the task. Nothing is downloaded.
 ELLA sees mapping batches and only what is trainable. It is compared with the network
 itself (MAP) and with the exact Laplace approximation of the head.
 
-    python examples/huggingface_lora.py                      # minutes
-    python examples/huggingface_lora.py --smoke --out OUT    # seconds
+    python examples/paper/huggingface_lora.py            # minutes
+    python examples/paper/huggingface_lora.py --smoke    # seconds
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+from common import runs
 from laplace import Laplace
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -84,7 +85,7 @@ def documentation_words() -> list[dict[str, torch.Tensor]]:
 
 
 def encode(word: str) -> torch.Tensor:
-    """START, then one token a letter."""
+    """START, then one token per letter."""
     return torch.tensor([START] + [ALPHABET.index(c) + 2 for c in word])
 
 
@@ -236,7 +237,10 @@ def fit_laplace(
         warnings.simplefilter("ignore", RankWarning)
         la.fit(loader(words, batch_size=128))
     la.optimize_temperature(
-        loader(validation, batch_size=128), n_samples=256, tune_prior=True
+        loader(validation, batch_size=128),
+        link_approx="mc",
+        n_samples=256,
+        tune_prior=True,
     )
     return la
 
@@ -274,7 +278,7 @@ def compare(size: Size, seed: int) -> dict[str, dict[str, float] | str]:
             f"{la.prior_precision.item():.3g}, as many data as "
             f"{la.effective_n_data:.3g}, fitted and tuned in "
             f"{time.process_time() - start:.0f} s of CPU time, features by "
-            f"{la._linearizer.feature_mode.value}"
+            f"{la.modes.features.value}"
         )
         methods[label] = lambda b, la=la: la(b, link_approx="mc", n_samples=512)
     n_all = sum(p.numel() for p in model.parameters())
@@ -305,13 +309,11 @@ def table(results: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="seconds, proves nothing")
     parser.add_argument("--seeds", type=int, nargs="+", help="of the splits")
-    default = Path(__file__).parent / "results" / "huggingface_lora"
-    parser.add_argument("--out", type=Path, default=default)
+    runs.add_output(parser)
     args = parser.parse_args()
     size = SMOKE if args.smoke else Size()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args.out = runs.output_folder("huggingface_lora", args)
     for seed in args.seeds or ([0] if args.smoke else [0, 1, 2]):
         result = json.dumps(compare(size, seed), indent=1, ensure_ascii=False)
         (args.out / f"seed-{seed}.json").write_text(result, encoding="utf-8")
@@ -326,7 +328,7 @@ def write_page(folder: Path, smoke: bool) -> str:
     packages = ("torch", "transformers", "peft", "vaderSentiment")
     versions = ", ".join(f"{p} {version(p)}" for p in packages)
     seeds = " ".join(file.stem.removeprefix("seed-") for file in files)
-    command = f"python examples/huggingface_lora.py --seeds {seeds}"
+    command = f"python examples/paper/huggingface_lora.py --seeds {seeds}"
     command += " --smoke" * smoke
     error = " ± standard error" * (len(results) > 1)
     about = (
