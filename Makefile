@@ -9,7 +9,7 @@ CORE_TESTS := $(addprefix tests/test_,complement.py core_dense.py errors.py \
 	backends.py exactness.py family.py layouts.py registration.py sampling.py state.py tuning_core.py \
 	untouched.py)
 
-.PHONY: help demo test test-new test-old lint format clean
+.PHONY: help demo results-demo test test-new test-old lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -37,6 +37,10 @@ $(OLD_LAPLACE)/.done: pyproject.toml $(VENV)/.test
 
 demo: $(VENV)/.demo ## compare ELLA with the rest of the family on embedded data
 	$(BIN)/python -W ignore -m laplace_ella demo
+
+results-demo: $(VENV)/.demo ## write the demo's tables and figures into the repository
+	$(BIN)/python -W ignore -m laplace_ella demo --out examples/paper/results/demo
+	$(BIN)/python examples/paper/update_results.py
 
 test: lint test-new test-old ## lint and test, with the newest and the oldest laplace-torch
 

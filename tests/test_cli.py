@@ -349,8 +349,8 @@ def test_demo_regression_part(monkeypatch, capsys, tmp_path):
     rows = [line.rsplit(maxsplit=1) for line in out.splitlines() if line[:2] == "  "]
     values = {name.strip(): float(value) for name, value in rows}
     assert {"KFAC", "diagonal", "last layer"} <= set(values)
-    # With all gradients in its span and the complement kept, ELLA is exact LLA.
-    assert values["ELLA (full rank) + complement"] < 1e-3
+    # With all gradients in its span and the complement kept, it is exact LLA.
+    assert values["exact"] < 1e-3
 
 
 def test_demo_classification_problem_is_what_it_says():

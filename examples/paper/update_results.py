@@ -1,4 +1,4 @@
-"""Fill the tables of RESULTS.md from the files in results/.
+"""Fill the tables of RESULTS.md and of the README from the files in results/.
 
     python examples/paper/update_results.py
 
@@ -31,8 +31,8 @@ def fill(text: str) -> str:
 
 
 def main() -> None:
-    page = HERE / "RESULTS.md"
-    page.write_text(fill(page.read_text()))
+    for page in (HERE / "RESULTS.md", HERE.parents[1] / "README.md"):
+        page.write_text(fill(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ inputs are computed with feature_mode × chunk_size fixed, and with both left to
 package. The table has the ratio of the automatic choice to the best fixed setting; both
 are measured in turns, in one run, without the time of the trials.
 
-    python examples/benchmark_modes.py            # all networks
-    python examples/benchmark_modes.py mlp-101    # some
+    python examples/paper/benchmark_modes.py            # all networks
+    python examples/paper/benchmark_modes.py mlp-101    # some
 """
 
 from __future__ import annotations
