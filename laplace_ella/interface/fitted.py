@@ -15,7 +15,7 @@ from laplace.utils.enums import (
 )
 from torch import nn
 
-from laplace_ella.derivatives.backends import resolve
+from laplace_ella.derivatives.backends import Curvature, resolve
 from laplace_ella.derivatives.features import FeatureMode
 from laplace_ella.derivatives.linearizer import Linearizer, Modes
 from laplace_ella.derivatives.model_function import (
@@ -98,7 +98,7 @@ class FittedLaplace(ParametricLaplace):
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
-        backend: type | None = None,
+        backend: Any = None,
         backend_kwargs: dict[str, Any] | None = None,
         asdl_fisher_kwargs: dict[str, Any] | None = None,
         *,
@@ -119,18 +119,20 @@ class FittedLaplace(ParametricLaplace):
         basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
     ) -> None:
-        row_mode, self.stochastic = resolve(
+        asked = resolve(
             backend,
             backend_kwargs,
             asdl_fisher_kwargs,
             member(RowMode, "row_mode", row_mode),
             stochastic,
+            model,
         )
+        self.curvature, self.stochastic = asked.curvature, asked.stochastic
         if not isinstance(self.stochastic, bool):
             positive_int("stochastic", self.stochastic, or_="a bool")
-        options = ComputeOptions(
+        how = ComputeOptions(
             member(FeatureMode, "feature_mode", feature_mode),
-            row_mode,
+            asked.row_mode,
             chunk_size,
             compile,
             memory_budget,
@@ -144,6 +146,7 @@ class FittedLaplace(ParametricLaplace):
         self.plan = BasisPlan(subsample_size, n_eigenvalues, seed)
         self.balanced = balanced
         self.multi_label = multi_label
+        self.parameter_names = parameter_names
         self.fitted: Fit | None = None
         self._stream: torch.Generator | None = None
         self._complement: Complement | None = None
@@ -172,10 +175,10 @@ class FittedLaplace(ParametricLaplace):
             backend_kwargs,
             asdl_fisher_kwargs,
         )
-        if backend is not None:
-            self._backend_cls = backend
+        if asked.backend is not None:
+            self._backend_cls = asked.backend
         self._linearizer = Linearizer(
-            ModelFunction(unwrap(model), names), layout, dict_key_x, options
+            ModelFunction(unwrap(model), names), layout, dict_key_x, how
         )
         if multi_label and self.likelihood != Likelihood.CLASSIFICATION:
             raise ValueError(
@@ -327,10 +330,11 @@ class FittedLaplace(ParametricLaplace):
                 "sigma_noise is for regression; this likelihood is "
                 f"{Likelihood(self.likelihood).value!r}."
             )
-        if self.stochastic:
+        if self.stochastic or self.curvature is Curvature.EMPIRICAL_FISHER:
+            mixing = "stochastic=True" if self.stochastic else "The empirical Fisher"
             raise ValueError(
-                "stochastic=True mixes the outputs, so it needs one sigma_noise for "
-                f"all of them, got {noise.numel()} values."
+                f"{mixing} mixes the outputs, so it needs one sigma_noise for all of "
+                f"them, got {noise.numel()} values."
             )
         if self.fitted is not None:
             self.fitted.check_noises(noise.numel())
@@ -355,6 +359,7 @@ class FittedLaplace(ParametricLaplace):
             self._linearizer,
             self._observation,
             self.plan,
+            self.curvature,
             self.stochastic,
             self.dict_key_y,
             self._fresh_generator,
