@@ -171,12 +171,12 @@ def test_marglik_training_on_mapping_batches():
 # --- wrappers of other libraries ---------------------------------------------------
 
 
-def regression_or_classification(subset, likelihood, **kwargs):
+def regression_or_classification(subset, likelihood, n_eigenvalues=4, **kwargs):
     """A posterior that is not fitted, and the loader to fit it on."""
     x, y = data(likelihood)
     model = mlp(2, 6, 1 if likelihood == "regression" else 2)
     la = laplace.Laplace(
-        model, likelihood, subset, "nystrom", n_eigenvalues=4, **kwargs
+        model, likelihood, subset, "nystrom", n_eigenvalues=n_eigenvalues, **kwargs
     )
     return la, DataLoader(TensorDataset(x, y), batch_size=12)
 
@@ -237,6 +237,47 @@ def test_lightning_uq_box_copies_a_posterior(subset, likelihood, backend):
     module.laplace_fitted = True
     x = loader.dataset.tensors[0]
     assert torch.isfinite(module.predict_step(x)["pred"]).all()
+
+
+@subsets
+@likelihoods
+@pytest.mark.parametrize("n_eigenvalues", [None, "auto", "exact", 4])
+def test_copied_by_attributes(subset, likelihood, n_eigenvalues):
+    """A copy by the names of the signature decides as the original does."""
+    la, loader = regression_or_classification(
+        subset, likelihood, n_eigenvalues=n_eigenvalues
+    )
+    names = type(la).__init__.__code__.co_varnames
+    copied = type(la)(
+        la.model,
+        **{
+            name: getattr(la, name)
+            for name in names
+            if name != "model" and hasattr(la, name)
+        },
+    )
+    for posterior in (la, copied):
+        posterior.fit(loader)
+    assert copied.complement is la.complement is not None
+    x = 3 * torch.randn(5, 2)  # far from the data, where the complement matters
+    torch.testing.assert_close(copied(x), la(x))
+
+
+def test_unset_complement_is_that_of_the_fit_in_progress():
+    """Losses in the course of a fit are those of the posterior that it leads to."""
+    la, loader = regression_or_classification(
+        "all", "classification", n_eigenvalues="auto"
+    )
+    assert la.complement is None
+    la.fit(loader, val_loader=loader)
+    assert la.complement == "prior"
+    explicit, _ = regression_or_classification(
+        "all", "classification", n_eigenvalues="auto", complement="prior"
+    )
+    explicit.model.load_state_dict(la.model.state_dict())
+    explicit.fit(loader, val_loader=loader)
+    losses = [[entry["loss"] for entry in p.history] for p in (la, explicit)]
+    assert losses[0] == pytest.approx(losses[1])
 
 
 @needs("lightning_uq_box", "lightning")

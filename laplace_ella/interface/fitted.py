@@ -278,18 +278,15 @@ class FittedLaplace(ParametricLaplace):
         self._posterior_scale = None
 
     @property
-    def complement(self) -> Complement:
+    def complement(self) -> Complement | None:
         """What becomes of the directions outside the basis.
 
-        If it was not set: kept at the prior for regression and where the basis holds
-        all gradients, dropped otherwise.
+        If it was not set, the fit decides, and it is None until then: kept at the prior
+        for regression and where the basis holds all gradients, dropped otherwise.
         """
-        if self._complement is not None:
-            return self._complement
-        if self.fitted is not None:
+        if self._complement is None and self.fitted is not None:
             return self.fitted.complement
-        keeps = self._family.is_regression or self.n_eigenvalues == "exact"
-        return Complement.PRIOR if keeps else Complement.DROP
+        return self._complement
 
     @complement.setter
     def complement(self, complement: Complement | str) -> None:
@@ -432,7 +429,8 @@ class FittedLaplace(ParametricLaplace):
 
     def _posterior_of(self, fit: Fit) -> SubspacePosterior:
         """A posterior with the graph of the current hyperparameters."""
-        return fit.posterior(self._observation, self.prior_precision, self.complement)
+        complement = self._complement or fit.complement
+        return fit.posterior(self._observation, self.prior_precision, complement)
 
     # Densities
 
@@ -549,7 +547,7 @@ class FittedLaplace(ParametricLaplace):
             "prior_precision": self.prior_precision.detach(),
             "sigma_noise": self.sigma_noise.detach(),
             "temperature": float(self.temperature),
-            "complement": self.complement.value,
+            "complement": (self._complement or fit.complement).value,
             "enable_backprop": self.enable_backprop,
             **{f"mode_{name}": mode for name, mode in self.modes.to_dict().items()},
             "seed": self.seed,
