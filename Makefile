@@ -9,11 +9,15 @@ CORE_TESTS := $(addprefix tests/test_,complement.py core_dense.py errors.py \
 	backends.py exactness.py family.py layouts.py registration.py sampling.py state.py tuning_core.py \
 	untouched.py)
 
-.PHONY: help demo results-demo test test-new test-old lint format clean
+# What other people's libraries are needed for, in an environment of their own.
+CLIENTS := .venv-clients
+CLIENT_TESTS := $(addprefix tests/test_,architectures.py clients.py collators.py)
+
+.PHONY: help demo results-demo test test-new test-old test-clients lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
-		awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+		awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -35,6 +39,11 @@ $(OLD_LAPLACE)/.done: pyproject.toml $(VENV)/.test
 		"laplace-torch==0.2.2.2" "curvlinops-for-pytorch<3"
 	@touch $@
 
+$(CLIENTS)/.done: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet -e ".[test,clients]"
+	@touch $@
+
 demo: $(VENV)/.demo ## compare ELLA with the rest of the family on embedded data
 	$(BIN)/python -W ignore -m laplace_ella demo
 
@@ -50,6 +59,9 @@ test-new: $(VENV)/.test
 test-old: $(OLD_LAPLACE)/.done
 	PYTHONPATH=$(OLD_LAPLACE) $(BIN)/python -m pytest -n auto $(CORE_TESTS)
 
+test-clients: $(CLIENTS)/.done ## test with libraries that call us: Lightning UQ Box, BoTorch, ...
+	$(CLIENTS)/bin/python -m pytest -n auto $(CLIENT_TESTS)
+
 lint: $(VENV)/.test ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,4 +72,4 @@ format: $(VENV)/.test ## format the code and fix what can be fixed
 	$(BIN)/ruff format .
 
 clean: ## remove the environments
-	rm -rf $(VENV) $(OLD_LAPLACE)
+	rm -rf $(VENV) $(OLD_LAPLACE) $(CLIENTS)

@@ -74,11 +74,13 @@ class ELLALaplace(PredictingLaplace):
     model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, \
 enable_backprop, dict_key_x, dict_key_y
         as for every `laplace.ParametricLaplace`
-    backend : CurvlinopsGGN, BackPackGGN, AsdlGGN or None, default=None
-        who takes the sampled gradients: torch.func (`CurvlinopsGGN` and None),
-        BackPACK or ASDL. The numbers are the same; a layer that BackPACK or ASDL does
-        not support is an error. Backends of the empirical Fisher and of the Hessian
-        are refused: the curvature of ELLA is the GGN
+    backend : CurvlinopsGGN, BackPackGGN, AsdlGGN, CurvlinopsEF, BackPackEF, AsdlEF \
+or None, default=None
+        who takes the sampled gradients: torch.func (`Curvlinops...` and None), BackPACK
+        or ASDL. The numbers are the same; a layer that BackPACK or ASDL does not
+        support is an error. `...GGN` and None have the GGN as curvature, `...EF` the
+        empirical Fisher, at one backward pass per example; `...Hessian` is refused. Of
+        an instance its class is used
     backend_kwargs : dict, optional
         only 'stochastic', as the argument of that name
     asdl_fisher_kwargs : dict, optional
@@ -122,7 +124,7 @@ enable_backprop, dict_key_x, dict_key_y
     multi_label : bool, default=False
         classification with C labels that are there or not, each by a sigmoid, instead
         of one class of C; targets are 0 or 1, in the shape of the output
-    params : sequence of str, optional
+    parameter_names : sequence of str, optional
         names of the parameters that get a posterior, or patterns like "encoder.*"; all
         that require gradients by default
 

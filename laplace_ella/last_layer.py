@@ -56,7 +56,7 @@ class ELLALLLaplace(ELLALaplace):
         feature_reduction: Any | None = None,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
-        backend: type | None = None,
+        backend: Any = None,
         last_layer_name: str | None = None,
         backend_kwargs: dict[str, Any] | None = None,
         asdl_fisher_kwargs: dict[str, Any] | None = None,
@@ -163,6 +163,7 @@ class ELLALLLaplace(ELLALaplace):
             return
         one = sampling.subset(train_loader, sampling.eligible_indices(train_loader)[:1])
         x, _ = next(self.fitter.batches(one))
+        self._linearizer.outputs(x)  # tells more clearly what is wrong than the search
         # Laplace's search hooks into the model, so it gets a copy.
         extractor = FeatureExtractor(deepcopy(unwrap(self.model)))
         extractor.find_last_layer(x)

@@ -10,13 +10,10 @@ import pytest
 import torch
 from laplace import Laplace
 from laplace.curvature import (
-    AsdlEF,
     AsdlGGN,
     AsdlHessian,
-    BackPackEF,
     BackPackGGN,
     CurvatureInterface,
-    CurvlinopsEF,
     CurvlinopsGGN,
     CurvlinopsHessian,
     GGNInterface,
@@ -481,10 +478,7 @@ def test_backend_that_is_no_class(backend):
 @pytest.mark.parametrize(
     ("backend", "curvature", "use"),
     [
-        (BackPackEF, "empirical Fisher", "BackPackGGN"),
-        (AsdlEF, "empirical Fisher", "AsdlGGN"),
         (AsdlHessian, "Hessian", "AsdlGGN"),
-        (CurvlinopsEF, "empirical Fisher", "CurvlinopsGGN"),
         (CurvlinopsHessian, "Hessian", "CurvlinopsGGN"),
     ],
 )

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import laplace
 import pytest
 import torch
-from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsGGN
+from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsEF, CurvlinopsGGN
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_ella import ELLALaplace
-from tests.cases import DictModel, mapping_loader, mlp
+from laplace_ella import ELLALaplace, ELLALLLaplace
+from tests.cases import DictModel, make, mapping_loader, mlp
+from tests.fitting import fit
 
 ROOT = Path(__file__).parents[1]
 PAPER = ROOT / "examples" / "paper"
+
+subsets = pytest.mark.parametrize("subset", ["last_layer", "all"])
+likelihoods = pytest.mark.parametrize("likelihood", ["classification", "regression"])
 
 
 # --- examples ----------------------------------------------------------------------
@@ -42,6 +49,14 @@ def needs(*packages):
     """Skip where a package is missing, without importing it here."""
     missing = [package for package in packages if find_spec(package) is None]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}")
+
+
+def imported(module, name, package):
+    """A name of a client library; skip where that does not import."""
+    try:
+        return getattr(import_module(module), name)
+    except ImportError as error:
+        pytest.skip(f"{package} does not import: {error}")
 
 
 @needs("botorch")
@@ -94,7 +109,7 @@ def data(likelihood, n=24):
 
 
 @pytest.mark.parametrize("backend", [AsdlGGN, BackPackGGN, CurvlinopsGGN])
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@likelihoods
 def test_marglik_training(likelihood, backend):
     """Laplace's joint training of weights and prior takes ELLA's evidence."""
     x, y = data(likelihood)
@@ -157,43 +172,189 @@ def test_marglik_training_on_mapping_batches():
 # --- wrappers of other libraries ---------------------------------------------------
 
 
+def regression_or_classification(subset, likelihood, n_eigenvalues=4, **kwargs):
+    """A posterior that is not fitted, and the loader to fit it on."""
+    x, y = data(likelihood)
+    model = mlp(2, 6, 1 if likelihood == "regression" else 2)
+    la = laplace.Laplace(
+        model, likelihood, subset, "nystrom", n_eigenvalues=n_eigenvalues, **kwargs
+    )
+    return la, DataLoader(TensorDataset(x, y), batch_size=12)
+
+
 @needs("torch_uncertainty")
-@pytest.mark.parametrize("subset", ["last_layer", "all"])
-def test_torch_uncertainty(subset):
+@subsets
+@likelihoods
+def test_torch_uncertainty(subset, likelihood):
     """Its post-processing passes the structure on, and needs nothing else."""
-    try:
-        from torch_uncertainty.post_processing import LaplaceApprox
-    except ImportError as error:
-        pytest.skip(f"torch-uncertainty does not import: {error}")
-    x, y = data("classification")
-    model = mlp(2, 6, 2)
+    LaplaceApprox = imported(
+        "torch_uncertainty.post_processing", "LaplaceApprox", "torch-uncertainty"
+    )
+    x, y = data(likelihood)
+    model = mlp(2, 6, 1 if likelihood == "regression" else 2)
     wrapper = LaplaceApprox(
-        "classification", model, weight_subset=subset, hessian_struct="nystrom"
+        likelihood, model, weight_subset=subset, hessian_struct="nystrom"
     )
     wrapper.fit(DataLoader(TensorDataset(x, y), batch_size=12))
-    probs = wrapper(x)
-    torch.testing.assert_close(probs.sum(-1), torch.ones(24))
+    prediction = wrapper(x)
     assert isinstance(wrapper.la, ELLALaplace)
-    assert not torch.allclose(probs, model(x).softmax(-1))
+    if likelihood == "regression":
+        torch.testing.assert_close(prediction, model(x))
+        return
+    torch.testing.assert_close(prediction.sum(-1), torch.ones(24))
+    assert not torch.allclose(prediction, model(x).softmax(-1))
 
 
 @needs("lightning_uq_box")
-@pytest.mark.parametrize("subset", ["last_layer", "all"])
-def test_lightning_uq_box(subset):
-    """Its module builds the posterior anew, from the attributes of the one given."""
-    try:
-        from lightning_uq_box.uq_methods import LaplaceClassification
-    except ImportError as error:
-        pytest.skip(f"lightning-uq-box does not import: {error}")
-    x, y = data("classification")
-    la = laplace.Laplace(
-        mlp(2, 6, 2), "classification", subset, "nystrom", n_eigenvalues=4
+@subsets
+@likelihoods
+@pytest.mark.parametrize(
+    "backend", [None, CurvlinopsGGN, BackPackGGN, AsdlGGN, CurvlinopsEF]
+)
+def test_lightning_uq_box_copies_a_posterior(subset, likelihood, backend):
+    """Its module builds the posterior anew, from the attributes of the one given,
+    among them an instance of its backend."""
+    wrap = imported(
+        "lightning_uq_box.uq_methods",
+        f"Laplace{likelihood.capitalize()}",
+        "lightning-uq-box",
     )
-    module = LaplaceClassification(la, link_approx="mc")
-    module.laplace_model.fit(DataLoader(TensorDataset(x, y), batch_size=12))
+    kwargs = {"row_mode": "loop", "complement": "prior", "prior_precision": 3.0}
+    if backend not in (None, CurvlinopsGGN, CurvlinopsEF):
+        del kwargs["row_mode"]
+    la, loader = regression_or_classification(
+        subset, likelihood, backend=backend, **kwargs
+    )
+    module = wrap(la, link_approx="mc")
+    copied = module.laplace_model
+    assert type(copied) is type(la)
+    assert copied.model is not la.model
+    for name in ("n_eigenvalues", "row_mode", "complement", "curvature"):
+        assert getattr(copied, name) == getattr(la, name), name
+    assert copied._backend_cls is la._backend_cls
+    for posterior in (la, copied):
+        posterior.fit(loader)
+    torch.testing.assert_close(copied.H.cpu(), la.H.cpu())
     module.laplace_fitted = True
+    x = loader.dataset.tensors[0]
+    assert torch.isfinite(module.predict_step(x)["pred"]).all()
+
+
+@subsets
+@likelihoods
+@pytest.mark.parametrize("n_eigenvalues", [None, "auto", "exact", 4])
+def test_copied_by_attributes(subset, likelihood, n_eigenvalues):
+    """A copy by the names of the signature decides as the original does."""
+    la, loader = regression_or_classification(
+        subset, likelihood, n_eigenvalues=n_eigenvalues
+    )
+    names = type(la).__init__.__code__.co_varnames
+    copied = type(la)(
+        la.model,
+        **{
+            name: getattr(la, name)
+            for name in names
+            if name != "model" and hasattr(la, name)
+        },
+    )
+    for posterior in (la, copied):
+        posterior.fit(loader)
+    assert copied.complement is la.complement is not None
+    x = 3 * torch.randn(5, 2)  # far from the data, where the complement matters
+    torch.testing.assert_close(copied(x), la(x))
+
+
+def test_unset_complement_is_that_of_the_fit_in_progress():
+    """Losses in the course of a fit are those of the posterior that it leads to."""
+    la, loader = regression_or_classification(
+        "all", "classification", n_eigenvalues="auto"
+    )
+    assert la.complement is None
+    la.fit(loader, val_loader=loader)
+    assert la.complement == "prior"
+    explicit, _ = regression_or_classification(
+        "all", "classification", n_eigenvalues="auto", complement="prior"
+    )
+    explicit.model.load_state_dict(la.model.state_dict())
+    explicit.fit(loader, val_loader=loader)
+    losses = [[entry["loss"] for entry in p.history] for p in (la, explicit)]
+    assert losses[0] == pytest.approx(losses[1])
+
+
+@needs("lightning_uq_box", "lightning")
+@subsets
+@likelihoods
+@pytest.mark.parametrize("num_samples", [None, 5])
+def test_lightning_uq_box_tests_a_posterior(subset, likelihood, num_samples, tmp_path):
+    """`Trainer.test` fits, tunes by evidence and predicts in inference mode."""
+    wrap = imported(
+        "lightning_uq_box.uq_methods",
+        f"Laplace{likelihood.capitalize()}",
+        "lightning-uq-box",
+    )
+    from lightning import LightningDataModule, Trainer
+
+    x, y = data(likelihood)
+    items = [{"input": a, "target": b} for a, b in zip(x, y, strict=True)]
+
+    class Data(LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(items, batch_size=12)
+
+        test_dataloader = train_dataloader
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    la, _ = regression_or_classification(subset, likelihood)
+    module = wrap(la, num_samples=num_samples)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    (result,) = trainer.test(module, datamodule=Data(), verbose=False)
+    assert result["test_loss"] == pytest.approx(result["test_loss"])  # no NaN
     assert module.laplace_model.rank == 4
-    assert module.predict_step(x)["pred"].shape == (24, 2)
+    assert la.fitted is None
+    if likelihood == "regression":
+        assert float(module.laplace_model.prior_precision) != 1.0
+    assert len((tmp_path / "preds.csv").read_text().splitlines()) == 25
+
+
+@subsets
+def test_backend_instances(subset, caplog):
+    """`la.backend` is one; its class and `stochastic` are what counts."""
+    model = mlp(2, 6, 2)
+    options = {"subset_of_weights": subset, "hessian_structure": "nystrom"}
+    la = laplace.Laplace(
+        model,
+        "classification",
+        backend=AsdlGGN,
+        backend_kwargs={"stochastic": True},
+        **options,
+    )
+    instance = la.backend
+    assert isinstance(instance, AsdlGGN)
+    with caplog.at_level(logging.INFO, "laplace_ella"):
+        same = laplace.Laplace(model, "classification", backend=instance, **options)
+        assert not caplog.records
+        laplace.Laplace(mlp(2, 6, 2), "classification", backend=instance, **options)
+    assert "another model" in caplog.text
+    assert same._backend_cls is AsdlGGN
+    assert same.stochastic is True
+    assert same.row_mode == "asdl"
+
+
+def test_named_parameters_can_be_read_back():
+    names = ["2.*"]
+    model = mlp(2, 6, 2)
+    la = ELLALaplace(model, "classification", parameter_names=names)
+    copied = ELLALaplace(model, "classification", parameter_names=la.parameter_names)
+    assert la.n_params == copied.n_params == 14
 
 
 SETTINGS = {
@@ -208,7 +369,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("subset", ["last_layer", "all"])
+@subsets
 def test_settings_can_be_read_back(subset):
     """Wrappers copy a posterior by its signature and attributes of the same names."""
     model = mlp(2, 6, 2)
@@ -240,3 +401,88 @@ def test_predicts_in_inference_mode(feature_mode, row_mode):
         torch.testing.assert_close(la(x + 0), expected)
         la.fit(loader)
     torch.testing.assert_close(la(x), expected)
+
+
+# --- names that laplace-torch's own clients call -----------------------------------
+
+CALLS = {
+    "distribution": lambda la, x: la._glm_predictive_distribution(x),
+    "joint": lambda la, x: la._glm_predictive_distribution(x, joint=True),
+    "diagonal": lambda la, x: la._glm_predictive_distribution(x, False, True),
+    "forward": lambda la, x: la._glm_forward_call(x, la.likelihood),
+    "forward_diagonal": lambda la, x: la._glm_forward_call(
+        x, la.likelihood, False, "probit", 10, True
+    ),
+    "call": lambda la, x: la(x, "glm", False, "probit", 10, False),
+    "prior": lambda la, x: la.prior_precision_diag,
+    "factor": lambda la, x: la._H_factor,
+    "scatter": lambda la, x: la.scatter,
+    "log_det_ratio": lambda la, x: la.log_det_ratio,
+    "log_det": lambda la, x: la.log_det_posterior_precision,
+    "log_prob": lambda la, x: la.log_prob(la.mean + 0.1),
+    "evidence": lambda la, x: la.log_marginal_likelihood(torch.tensor(0.5)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["regression_3", "classification_mlp"])
+def test_called_like_full_laplace(name, call):
+    """With every gradient in the basis, all of it is FullLaplace's."""
+    case = make(name)
+    kwargs = {"prior_precision": 0.7} | case.kwargs
+    ours = fit(case, n_eigenvalues=10**4, complement="prior", **kwargs)
+    theirs = laplace.FullLaplace(
+        copy.deepcopy(case.model), case.likelihood, backend=BackPackGGN, **kwargs
+    )
+    theirs.fit(case.loader())
+    torch.testing.assert_close(
+        CALLS[call](ours, case.x_test),
+        CALLS[call](theirs, case.x_test),
+        rtol=1e-6,
+        atol=1e-8,
+        check_dtype=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["regression_3", "classification_mlp"])
+def test_predictive(name):
+    """Laplace's other name of a call, which laplace-torch 0.2.2 passes on wrongly."""
+    case = make(name)
+    la = fit(case)
+    expected = la(case.x_test, link_approx="bridge", n_samples=10)
+    by_name = {"pred_type": "glm", "link_approx": "bridge", "n_samples": 10}
+    torch.testing.assert_close(la.predictive(x=case.x_test, **by_name), expected)
+    actual = la.predictive(case.x_test, "glm", "bridge", 10)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("cls", [ELLALaplace, ELLALLLaplace])
+def test_network_samples_by_private_names(cls):
+    """Sampled weights never enter the model, whatever it raises."""
+    case = make("classification_mlp")
+    la = fit(case, cls)
+    before = [p.detach().clone() for p in case.model.parameters()]
+
+    def generator():
+        return torch.Generator().manual_seed(0)
+
+    samples = la._nn_predictive_samples(case.x_test, 5, generator())
+    mean = la._nn_predictive_classification(case.x_test, 5, generator())
+    torch.testing.assert_close(samples.mean(0), mean)
+    torch.testing.assert_close(
+        mean,
+        la(case.x_test, "nn", link_approx="mc", n_samples=5, generator=generator()),
+    )
+    with pytest.raises(TypeError, match="unknown"):
+        la._nn_predictive_classification(case.x_test, 5, unknown=1)
+    for p, value in zip(case.model.parameters(), before, strict=True):
+        assert torch.equal(p, value)
+
+
+def test_labels_by_private_names():
+    """The inverse link is the sigmoid's where an example has several labels."""
+    case = make("classification_mlp")
+    case.y = torch.nn.functional.one_hot(case.y, 3).double()
+    la = fit(case, multi_label=True)
+    samples = la._nn_predictive_samples(case.x_test, 4)
+    assert not torch.allclose(samples.sum(-1), torch.ones_like(samples[..., 0]))

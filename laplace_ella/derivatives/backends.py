@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from laplace import curvature
@@ -10,17 +13,51 @@ from laplace import curvature
 from laplace_ella.derivatives.libraries import LIBRARIES, require
 from laplace_ella.derivatives.rows import RowMode
 
-__all__ = ["resolve"]
+__all__ = ["Curvature", "Request", "resolve"]
 
-#: Backends whose curvature is the GGN, and how their gradients are taken.
-ROW_MODES = {
-    "CurvlinopsGGN": RowMode.AUTO,
-    "BackPackGGN": RowMode.BACKPACK,
-    "AsdlGGN": RowMode.ASDL,
+logger = logging.getLogger("laplace_ella")
+
+
+class Curvature(str, Enum):
+    """What stands for the Hessian of the loss."""
+
+    GGN = "ggn"
+    """Σ J(x)ᵀΛ(x)J(x), from the outputs alone: C or K passes per example, or as many
+    as `stochastic` says."""
+
+    EMPIRICAL_FISHER = "empirical_fisher"
+    """Σ ggᵀ, g the gradient of the loss of one example: one backward pass each."""
+
+
+#: How the backends that are accepted take gradients, and what they make of them.
+BACKENDS = {
+    "CurvlinopsGGN": (RowMode.AUTO, Curvature.GGN),
+    "BackPackGGN": (RowMode.BACKPACK, Curvature.GGN),
+    "AsdlGGN": (RowMode.ASDL, Curvature.GGN),
+    "CurvlinopsEF": (RowMode.AUTO, Curvature.EMPIRICAL_FISHER),
+    "BackPackEF": (RowMode.BACKPACK, Curvature.EMPIRICAL_FISHER),
+    "AsdlEF": (RowMode.ASDL, Curvature.EMPIRICAL_FISHER),
 }
 
-#: What a backend computes instead of the GGN, by the end of its name.
-OTHER_CURVATURES = {"EF": "the empirical Fisher", "Hessian": "the Hessian"}
+
+@dataclass(frozen=True)
+class Request:
+    """What a backend and its arguments ask for.
+
+    Attributes
+    ----------
+    backend : type, optional
+        the class, also where an instance was given
+    row_mode : RowMode
+    curvature : Curvature
+    stochastic : bool or int
+        sampled cotangents per example, instead of the exact GGN
+    """
+
+    backend: type | None
+    row_mode: RowMode
+    curvature: Curvature
+    stochastic: bool | int
 
 
 def resolve(
@@ -29,16 +66,23 @@ def resolve(
     asdl_fisher_kwargs: Mapping[str, Any] | None,
     row_mode: RowMode,
     stochastic: bool | int,
-) -> tuple[RowMode, bool | int]:
-    """The row mode and `stochastic` that a backend and its arguments ask for.
+    model: Any = None,
+) -> Request:
+    """What a backend and its arguments ask of the posterior of `model`.
 
     Anything that would have no effect, or another than it says, is refused.
     """
-    asked = RowMode.AUTO if backend is None else _row_mode(backend)
-    if backend is not None and asked is not RowMode.AUTO:
+    kwargs = dict(backend_kwargs or {})
+    if isinstance(backend, curvature.CurvatureInterface):
+        backend, kwargs = _class_of(backend, kwargs, model)
+    asked, kind, name = RowMode.AUTO, Curvature.GGN, ""
+    if backend is not None:
+        asked, kind = _meaning(backend)
+        name = backend.__name__
+    if asked is not RowMode.AUTO:
         if row_mode not in (RowMode.AUTO, asked):
             raise ValueError(
-                f"backend={backend.__name__} takes rows by {asked.value!r}, row_mode "
+                f"backend={name} takes rows by {asked.value!r}, row_mode "
                 f"asks for {row_mode.value!r}. Leave one of them out."
             )
         row_mode = asked
@@ -49,29 +93,54 @@ def resolve(
             f"asdl_fisher_kwargs={dict(asdl_fisher_kwargs)} are for ASDL's Fisher, "
             "which ELLA does not use. Leave them out."
         )
-    return row_mode, _stochastic(dict(backend_kwargs or {}), stochastic)
+    stochastic = _stochastic(kwargs, stochastic)
+    if stochastic and kind is Curvature.EMPIRICAL_FISHER:
+        raise ValueError(
+            f"stochastic={stochastic!r} samples targets from the model, backend={name} "
+            "takes those of the data. Leave stochastic out, or use backend="
+            f"{name.removesuffix('EF')}GGN."
+        )
+    return Request(backend, row_mode, kind, stochastic)
 
 
-def _row_mode(backend: Any) -> RowMode:
-    """How a backend takes gradients; subclasses count as what they are made from."""
-    accepted = f"{', '.join(ROW_MODES)} or None"
+def _class_of(
+    backend: curvature.CurvatureInterface, kwargs: dict[str, Any], model: Any
+) -> tuple[type, dict[str, Any]]:
+    """The class of an instance, and the arguments that it was made with.
+
+    `la.backend` is one: clients that copy a posterior, attribute by attribute, pass it
+    on with the model it was made for.
+    """
+    if model is not None and backend.model is not model:
+        logger.info(
+            "backend is a %s of another model; its class alone is used",
+            type(backend).__name__,
+        )
+    stochastic = getattr(backend, "stochastic", False)  # GGN backends have it
+    if stochastic:
+        kwargs = {"stochastic": stochastic, **kwargs}
+    return type(backend), kwargs
+
+
+def _meaning(backend: Any) -> tuple[RowMode, Curvature]:
+    """How a backend takes gradients and what it makes of them; subclasses count as
+    what they are made from."""
+    accepted = f"{', '.join(BACKENDS)} or None"
     if not isinstance(backend, type):
         raise TypeError(
             f"backend must be a class, {accepted}, got {backend!r}. Import it from "
             "laplace.curvature."
         )
-    for name, mode in ROW_MODES.items():
+    for name, meaning in BACKENDS.items():
         known = getattr(curvature, name, None)  # missing without its package
         if known is not None and issubclass(backend, known):
-            return mode
-    for end, other in OTHER_CURVATURES.items():
-        if backend.__name__.endswith(end):
-            ours = f"{backend.__name__.removesuffix(end)}GGN"
-            use = ours if ours in ROW_MODES else accepted
-            raise ValueError(
-                f"backend={backend.__name__} stands for {other}; ELLA's curvature is "
-                f"the GGN. Use backend={use}."
-            )
+            return meaning
+    if backend.__name__.endswith("Hessian"):
+        ours = f"{backend.__name__.removesuffix('Hessian')}GGN"
+        raise ValueError(
+            f"backend={backend.__name__} stands for the Hessian; ELLA's curvature is "
+            f"the GGN. Use backend={ours if ours in BACKENDS else accepted}."
+        )
     raise ValueError(f"backend must be {accepted}, got {backend.__name__}.")
 
 

@@ -343,6 +343,7 @@ def _by_example(
 def _unsupported(library: Library, layer: _Layer, why: str) -> UnsupportedLayerError:
     return UnsupportedLayerError(
         f"{library.name} does not support the layer {layer} as this model uses it: "
-        f"{why}. Use backend=CurvlinopsGGN or None, which work for every layer, or "
-        "freeze the layer (requires_grad_(False))."
+        f"{why}. Use backend=CurvlinopsGGN or None (CurvlinopsEF for the empirical "
+        "Fisher), which work for every layer, or freeze the layer "
+        "(requires_grad_(False))."
     )

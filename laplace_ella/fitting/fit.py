@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import one_hot
 
+from laplace_ella.derivatives.backends import Curvature
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.probe import Probe
 from laplace_ella.errors import RankWarning, SoftmaxWarning
@@ -108,6 +109,7 @@ class Fitter:
     linearizer : Linearizer
     observation : ObservationModel
     plan : BasisPlan
+    curvature : Curvature
     stochastic : bool or int
         sampled cotangents per example, instead of the exact curvature
     dict_key_y : str
@@ -119,6 +121,7 @@ class Fitter:
     linearizer: Linearizer
     observation: ObservationModel
     plan: BasisPlan
+    curvature: Curvature
     stochastic: bool | int
     dict_key_y: str
     fresh_generator: Callable[[], torch.Generator | None]
@@ -441,12 +444,16 @@ class Fitter:
         family = self.observation.family
         directions = start.basis.directions
         expected = linearizer.layout.of(start.output_shape)
-        if self.stochastic:
+        empirical = self.curvature is Curvature.EMPIRICAL_FISHER
+        if empirical or self.stochastic:
             f, positions = linearizer.outputs(x)
             y, known = self._targets(y, f, positions, expected)
-            cotangents = likelihood.sample_cotangents(
-                f, family, int(self.stochastic), generator
-            )
+            if empirical:  # the gradient of an example's loss, all positions together
+                cotangents = likelihood.target_cotangents(f, y, family).unsqueeze(-1)
+            else:
+                cotangents = likelihood.sample_cotangents(
+                    f, family, int(self.stochastic), generator
+                )
             if known is not None:
                 cotangents = cotangents * known[:, None, None]
             psi = linearizer.project(x, positions.outputs(cotangents).mT, directions)
@@ -479,7 +486,12 @@ class Fitter:
         family = self.observation.family
         sums = start.sums
         for part in cache.batches(512):
-            psi = likelihood.curvature_root(part.f_mu, part.phi, family).unsqueeze(1)
+            if self.curvature is Curvature.EMPIRICAL_FISHER:
+                c = likelihood.target_cotangents(part.f_mu, part.targets, family)
+                psi = c.unsqueeze(1) @ part.phi.double()  # (R, 1, K)
+            else:
+                psi = likelihood.curvature_root(part.f_mu, part.phi, family)
+                psi = psi.unsqueeze(1)
             f, y = part.f_mu.unsqueeze(1), part.targets.unsqueeze(1)
             sums = sums.add(f, psi, y, family)
         return dataclasses.replace(start, sums=sums, history=())
@@ -492,7 +504,9 @@ def check_positions(positions: Positions, expected: Positions) -> None:
             "All batches of the training data must have the same number of "
             f"positions, got {expected.n_positions} and {positions.n_positions}. Pad "
             "all examples to one size, not each batch to its own; classification marks "
-            f"the padding with class {likelihood.IGNORED}."
+            f"the padding with class {likelihood.IGNORED}. With Hugging Face's "
+            "collators: DataCollatorForTokenClassification(tokenizer, padding="
+            "'max_length', max_length=...), with the length of the longest example."
         )
 
 

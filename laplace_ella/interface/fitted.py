@@ -15,7 +15,7 @@ from laplace.utils.enums import (
 )
 from torch import nn
 
-from laplace_ella.derivatives.backends import resolve
+from laplace_ella.derivatives.backends import Curvature, resolve
 from laplace_ella.derivatives.features import FeatureMode
 from laplace_ella.derivatives.linearizer import Linearizer, Modes
 from laplace_ella.derivatives.model_function import (
@@ -99,7 +99,7 @@ class FittedLaplace(ParametricLaplace):
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
-        backend: type | None = None,
+        backend: Any = None,
         backend_kwargs: dict[str, Any] | None = None,
         asdl_fisher_kwargs: dict[str, Any] | None = None,
         *,
@@ -120,18 +120,20 @@ class FittedLaplace(ParametricLaplace):
         basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
     ) -> None:
-        row_mode, self.stochastic = resolve(
+        asked = resolve(
             backend,
             backend_kwargs,
             asdl_fisher_kwargs,
             member(RowMode, "row_mode", row_mode),
             stochastic,
+            model,
         )
+        self.curvature, self.stochastic = asked.curvature, asked.stochastic
         if not isinstance(self.stochastic, bool):
             positive_int("stochastic", self.stochastic, or_="a bool")
-        options = ComputeOptions(
+        how = ComputeOptions(
             member(FeatureMode, "feature_mode", feature_mode),
-            row_mode,
+            asked.row_mode,
             chunk_size,
             compile,
             memory_budget,
@@ -145,6 +147,7 @@ class FittedLaplace(ParametricLaplace):
         self.plan = BasisPlan(subsample_size, n_eigenvalues, seed)
         self.balanced = balanced
         self.multi_label = multi_label
+        self.parameter_names = parameter_names
         self.fitted: Fit | None = None
         self._stream: torch.Generator | None = None
         self._complement: Complement | None = None
@@ -173,10 +176,10 @@ class FittedLaplace(ParametricLaplace):
             backend_kwargs,
             asdl_fisher_kwargs,
         )
-        if backend is not None:
-            self._backend_cls = backend
+        if asked.backend is not None:
+            self._backend_cls = asked.backend
         self._linearizer = Linearizer(
-            ModelFunction(unwrap(model), names), layout, dict_key_x, options
+            ModelFunction(unwrap(model), names), layout, dict_key_x, how
         )
         if multi_label and self.likelihood != Likelihood.CLASSIFICATION:
             raise ValueError(
@@ -276,18 +279,15 @@ class FittedLaplace(ParametricLaplace):
         self._posterior_scale = None
 
     @property
-    def complement(self) -> Complement:
+    def complement(self) -> Complement | None:
         """What becomes of the directions outside the basis.
 
-        If it was not set: kept at the prior for regression and where the basis holds
-        all gradients, dropped otherwise.
+        If it was not set, the fit decides, and it is None until then: kept at the prior
+        for regression and where the basis holds all gradients, dropped otherwise.
         """
-        if self._complement is not None:
-            return self._complement
-        if self.fitted is not None:
+        if self._complement is None and self.fitted is not None:
             return self.fitted.complement
-        keeps = self._family.is_regression or self.n_eigenvalues == "exact"
-        return Complement.PRIOR if keeps else Complement.DROP
+        return self._complement
 
     @complement.setter
     def complement(self, complement: Complement | str) -> None:
@@ -328,10 +328,11 @@ class FittedLaplace(ParametricLaplace):
                 "sigma_noise is for regression; this likelihood is "
                 f"{Likelihood(self.likelihood).value!r}."
             )
-        if self.stochastic:
+        if self.stochastic or self.curvature is Curvature.EMPIRICAL_FISHER:
+            mixing = "stochastic=True" if self.stochastic else "The empirical Fisher"
             raise ValueError(
-                "stochastic=True mixes the outputs, so it needs one sigma_noise for "
-                f"all of them, got {noise.numel()} values."
+                f"{mixing} mixes the outputs, so it needs one sigma_noise for all of "
+                f"them, got {noise.numel()} values."
             )
         if self.fitted is not None:
             self.fitted.check_noises(noise.numel())
@@ -356,6 +357,7 @@ class FittedLaplace(ParametricLaplace):
             self._linearizer,
             self._observation,
             self.plan,
+            self.curvature,
             self.stochastic,
             self.dict_key_y,
             self._fresh_generator,
@@ -428,7 +430,8 @@ class FittedLaplace(ParametricLaplace):
 
     def _posterior_of(self, fit: Fit) -> SubspacePosterior:
         """A posterior with the graph of the current hyperparameters."""
-        return fit.posterior(self._observation, self.prior_precision, self.complement)
+        complement = self._complement or fit.complement
+        return fit.posterior(self._observation, self.prior_precision, complement)
 
     # Densities
 
@@ -545,7 +548,7 @@ class FittedLaplace(ParametricLaplace):
             "prior_precision": self.prior_precision.detach(),
             "sigma_noise": self.sigma_noise.detach(),
             "temperature": float(self.temperature),
-            "complement": self.complement.value,
+            "complement": (self._complement or fit.complement).value,
             "enable_backprop": self.enable_backprop,
             **{f"mode_{name}": mode for name, mode in self.modes.to_dict().items()},
             "seed": self.seed,

@@ -276,6 +276,18 @@ class PredictingLaplace(FittedLaplace):
 
     # Names by which laplace-torch's own methods and clients call
 
+    def predictive(
+        self,
+        x: torch.Tensor | MutableMapping[str, Any],
+        pred_type: PredType | str = PredType.GLM,
+        link_approx: LinkApprox | str = DEFAULT_LINK,
+        n_samples: int = 100,
+    ) -> Any:
+        """`la(x, ...)`, by the name it had once."""
+        return self(
+            x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples
+        )
+
     def _nn_functional_samples(
         self,
         X: Any,
@@ -288,6 +300,28 @@ class PredictingLaplace(FittedLaplace):
             return self._network_samples(
                 predictor, x, n_samples, generator or self._own_stream(), **model_kwargs
             )
+
+    def _nn_predictive_samples(
+        self,
+        X: Any,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        samples = self._nn_functional_samples(X, n_samples, generator, **model_kwargs)
+        if self.likelihood == Likelihood.CLASSIFICATION:
+            return self._probabilities(samples)
+        return samples
+
+    def _nn_predictive_classification(
+        self,
+        X: Any,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        samples = self._nn_functional_samples(X, n_samples, generator, **model_kwargs)
+        return self._probabilities(samples).mean(0)
 
     def _glm_predictive_distribution(
         self, X: Any, joint: bool = False, diagonal_output: bool = False

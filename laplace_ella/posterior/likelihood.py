@@ -24,6 +24,7 @@ __all__ = [
     "losses",
     "observed",
     "sample_cotangents",
+    "target_cotangents",
     "target_rows",
 ]
 
@@ -259,3 +260,29 @@ def sample_cotangents(
     signs = torch.rand(R, n_samples, **drawn).sub(0.5).sign()  # for mean zero
     scale = signs * (weight / n_samples).sqrt()
     return (F.one_hot(labels, C) - p.unsqueeze(1)).mT * scale.unsqueeze(1)
+
+
+def target_cotangents(f: torch.Tensor, y: torch.Tensor, family: Family) -> torch.Tensor:
+    """c `(R, C)` in float64 with ccᵀ the empirical Fisher of every row.
+
+    c is the gradient of the loss by the outputs; of rows that belong to one example, c
+    adds up in cᵀJ(x). Regression has a factor of √2: Laplace halves the outer product
+    of the gradients 2(f − y) of the square error, not those of half of it.
+
+    Parameters
+    ----------
+    f : torch.Tensor
+        outputs `(R, C)`
+    y : torch.Tensor
+        checked targets `(R, C)` or classes `(R,)`
+    """
+    f = f.double()
+    if family.is_regression:
+        return 2**0.5 * (f - y.double())
+    p = family.probabilities(f)
+    if family is Family.BERNOULLI:
+        return p - y.double()
+    if y.dtype.is_floating_point:
+        return p * y.double().sum(-1, keepdim=True) - y.double()
+    known = (y != IGNORED).unsqueeze(-1)
+    return (p - F.one_hot(y.clamp_min(0), f.shape[-1])) * known
