@@ -88,9 +88,14 @@ or None, default=None
     subsample_size : int, default=2000
         M, the number of gradients from which the directions are computed; every
         (example, output) pair is used once if there are fewer
-    n_eigenvalues : int or "auto", default=20
-        K, the number of directions; "auto" takes as many as hold 90 % of the sampled
-        gradients' energy, at most 128
+    n_eigenvalues : int, "exact" or "auto", optional
+        K, the number of directions. "exact" takes the gradients of every (example,
+        output) pair, all directions that they span, and keeps the prior outside: exact
+        linearised Laplace, with derivatives in float64 where memory allows. "auto" is
+        exact for up to 4,000 pairs that fit in memory, and beyond takes as many
+        directions as hold 90 % of the sampled gradients' energy, at most 128. By default
+        "auto" for regression and the paper's 20 for classification, where the evidence
+        is no guide to the exact posterior
     seed : int, default=1234
         of the sampled pairs and of Monte-Carlo predictions without a generator; torch's
         global random state is neither read nor changed
@@ -100,15 +105,16 @@ or None, default=None
         direction of differentiation, see `FeatureMode`
     row_mode : RowMode or str, default="auto"
         how sampled gradients are taken, see `RowMode`; `backend` may set it
-    complement : Complement or str, default="drop"
+    complement : Complement or str, optional
         what becomes of the directions outside the basis, see `Complement`; may be
-        changed after the fit
+        changed after the fit. By default kept at the prior for regression and for exact
+        fits, dropped otherwise
     stochastic : bool or int, default=False
-        estimate the curvature from targets sampled from the model, so many an example:
+        estimate the curvature from targets sampled from the model, so many per example:
         one backward pass each, however many outputs and directions there are
     chunk_size : int, optional
         examples that are differentiated at once; chosen automatically
-    memory_budget : int or str, optional
+    memory_budget : int, float or str, optional
         bytes, or a text like "8 GB", that a fit may use; by default 70 % of what is
         free. Sampled gradients that do not fit are summarised as they come, see
         `RowSketch`; `estimate_memory` tells beforehand

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 
 def jacobians(model, x, params=None):
-    """Outputs (B, C) and Jacobians (B, C, P), one backward pass an output."""
+    """Outputs (B, C) and Jacobians (B, C, P), one backward pass per output."""
     if params is None:
         params = [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad():

@@ -46,7 +46,7 @@ class Architecture:
     `forward` is "vmap" if forward mode takes all tangents in one pass, "loop" if it
     takes one after the other, None if some operator has no forward derivative. `rows`
     is "vmap" if rows and Jacobians come from batched backward passes, "loop" if only
-    one backward pass an example works.
+    one backward pass per example works.
     """
 
     build: Callable[[], tuple[nn.Module, Any]]

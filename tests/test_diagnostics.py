@@ -597,7 +597,7 @@ def test_clear_errors():
 
 
 def test_models_that_vmap_refuses():
-    """Recurrent layers, whose Jacobian takes one backward pass an output."""
+    """Recurrent layers, whose Jacobian takes one backward pass per output."""
     case = make("gru")
     la = fit(case, n_eigenvalues=4)
     report = diagnose(la, case.loader(), val_loader(case))

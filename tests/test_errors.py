@@ -147,7 +147,7 @@ def test_output_form(form):
 
 
 def test_output_of_another_batch_size():
-    """Outputs that are not one row an example."""
+    """Outputs that are not one row per example."""
     la = ELLALaplace(Reshaped(lambda f: f.sum(0, keepdim=True)), "regression")
     with pytest.raises(ValueError):
         la.fit(loader(torch.randn(6, 3), torch.randn(6, 2)))

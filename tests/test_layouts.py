@@ -243,7 +243,7 @@ def test_sampled_curvature_is_unbiased_over_positions(layout):
 
 
 def test_many_positions_need_no_square_of_them():
-    """131,072 outputs an example: their square would take 64 GiB."""
+    """131,072 outputs per example: their square would take 64 GiB."""
     model = nn.Conv2d(1, 2, 1)
     x = torch.randn(2, 1, 256, 256)
     la = ELLALaplace(
@@ -507,12 +507,12 @@ def test_multi_label_errors():
         la.fit(loader(x, torch.eye(5)[:, :C]), balanced=True)
 
 
-# One noise an output
+# One noise per output
 
 
 @pytest.mark.parametrize("layout", ["flat", *LAYOUTS])
 def test_noise_of_each_output(layout):
-    """Variances and evidence with one noise an output, against explicit matrices."""
+    """Variances and evidence with one noise per output, against explicit matrices."""
     if layout == "flat":
         torch.manual_seed(0)
         model = mlp(2, 5, C).double()

@@ -383,6 +383,9 @@ def run_classification_demo(
     echo(str(report))
     _draw_classification(plt, report, out, echo)
     _write(out, "classification.md", report.to_markdown(), echo)
+    if not report.interrupted:
+        short = report.to_markdown(["nll", "ece", "brier", "auroc:digits 8, 9"])
+        _write(out, "classification_short.md", short, echo)
     report.save(Path(out) / "classification.json")
     echo(f"wrote {Path(out) / 'classification.json'}")
     return report

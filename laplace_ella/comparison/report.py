@@ -124,11 +124,21 @@ class Report:
             self.rows(), self.columns, self.metric_columns, self._remarks()
         )
 
-    def to_markdown(self) -> str:
-        """The table as GitHub Markdown, best values in bold."""
-        return tables.as_markdown(
-            self.rows(), self.columns, self.metric_columns, self._remarks()
-        )
+    def to_markdown(self, columns: Sequence[str] | None = None) -> str:
+        """The table as GitHub Markdown, best values in bold.
+
+        `columns` chooses some of `self.columns`; remarks are left out then.
+        """
+        if columns is None:
+            return tables.as_markdown(
+                self.rows(), self.columns, self.metric_columns, self._remarks()
+            )
+        unknown = [name for name in columns if name not in self.columns]
+        if unknown:
+            raise ValueError(
+                f"columns must be among {self.columns}, got {unknown[0]!r}."
+            )
+        return tables.as_markdown(self.rows(), columns, self.metric_columns, [])
 
     _repr_markdown_ = to_markdown
 

@@ -174,7 +174,7 @@ def _as_classes(labels: Any) -> np.ndarray:
         labels = labels[:, 0] if labels.shape[1] == 1 else labels.argmax(1)
     if labels.ndim != 1 or labels.dtype.is_floating_point:
         raise ValueError(
-            "balanced=True needs one class label an example, got targets of shape "
+            "balanced=True needs one class label per example, got targets of shape "
             f"{tuple(labels.shape)} and dtype {labels.dtype}."
         )
     return labels.numpy()

@@ -143,7 +143,7 @@ class FittedLaplace(ParametricLaplace):
         layout = member(OutputLayout, "output_layout", output_layout)
         if n_eigenvalues is None:
             regression = likelihood == Likelihood.REGRESSION
-            n_eigenvalues = "auto" if regression else PAPER["n_eigenvalues"]
+            n_eigenvalues = "auto" if regression else int(PAPER["n_eigenvalues"])
         self.plan = BasisPlan(subsample_size, n_eigenvalues, seed)
         self.balanced = balanced
         self.multi_label = multi_label
