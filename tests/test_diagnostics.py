@@ -494,13 +494,15 @@ def test_memory_is_checked_before_the_work():
     case = make("classification_mlp")
     la = fit(case)
     needed = dense_bytes(12, 3, case.n_params, 8)
-    with pytest.raises(MemoryError, match=rf"{needed} bytes.*max_bytes=1000 .*fewer"):
-        diagnose(la, case.loader(), method="dense", max_bytes=1000)
+    with pytest.raises(
+        MemoryError, match=rf"{needed} bytes.*memory_budget=1000 .*fewer"
+    ):
+        diagnose(la, case.loader(), method="dense", memory_budget=1000)
     with pytest.raises(MemoryError, match="val_loader"):
-        diagnose(la, case.loader(), val_loader(case), max_bytes=1000)
+        diagnose(la, case.loader(), val_loader(case), memory_budget=1000)
     with pytest.raises(MemoryError, match="bytes"):
-        ExactLaplace.from_loader(la, case.loader(), max_bytes=1000)
-    report = diagnose(la, case.loader(), max_bytes=1000)
+        ExactLaplace.from_loader(la, case.loader(), memory_budget=1000)
+    report = diagnose(la, case.loader(), memory_budget=1000)
     assert report.method is DiagnosticMethod.STOCHASTIC
 
 

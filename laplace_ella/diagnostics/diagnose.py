@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from laplace_ella.diagnostics import exact as exactly
 from laplace_ella.diagnostics.exact import (
-    MAX_BYTES,
+    MEMORY_BUDGET,
     ExactLaplace,
     NystromError,
     dense_bytes,
@@ -33,7 +33,9 @@ from laplace_ella.diagnostics.spectral import (
     orthonormal_directions,
     residual_norms,
 )
+from laplace_ella.errors import InsufficientMemoryError
 from laplace_ella.support.checks import check_generator
+from laplace_ella.support.resources import parse_bytes
 
 if TYPE_CHECKING:
     from laplace_ella.ella import ELLALaplace
@@ -59,7 +61,7 @@ class DiagnosticMethod(str, Enum):
     """How the error of the Nyström approximation is computed."""
 
     AUTO = "auto"
-    """Dense where `dense_bytes` fits into `max_bytes`, stochastic elsewhere."""
+    """Dense where `dense_bytes` fits into `memory_budget`, stochastic elsewhere."""
 
     DENSE = "dense"
     """All Jacobians, or their P×P product: memory of min(N·C, P)², exact numbers."""
@@ -272,6 +274,7 @@ def _estimate(
     n_steps: int,
     tol: float,
     generator: torch.Generator | None,
+    progress_bar: bool = False,
 ) -> tuple[NystromError, float]:
     """Stochastic estimate of the Nyström error, and the largest ‖Λ(x)‖."""
     linearizer = la.fitter.linearizer
@@ -290,7 +293,7 @@ def _estimate(
     squares = torch.zeros(n_probes, dtype=torch.float64, device=directions.device)
     within, curvature = 0.0, 0.0
     tangents = torch.cat([probes, directions])
-    for x, _ in la.fitter.batches(loader):
+    for x, _ in la.fitter.batches(loader, "[Trace]", progress_bar):
         features = linearizer.features(x, tangents)
         products = features.phi.double().square().sum((0, 1))
         squares += products[:n_probes]
@@ -302,7 +305,7 @@ def _estimate(
 
     def apply(v: torch.Tensor) -> torch.Tensor:
         total = torch.zeros_like(v)
-        for x, _ in la.fitter.batches(loader):
+        for x, _ in la.fitter.batches(loader, "[Lanczos]", progress_bar):
             u = linearizer.features(x, v).phi  # v → Jv
             total += linearizer.pull_back(x, u.to(v))  # Jv → JᵀJv
         return total
@@ -332,11 +335,12 @@ def diagnose(
     *,
     method: DiagnosticMethod | str = DiagnosticMethod.AUTO,
     delta: float = 0.05,
-    max_bytes: int = MAX_BYTES,
+    memory_budget: int | float | str = MEMORY_BUDGET,
     n_probes: int = 32,
     n_steps: int = 20,
     tol: float = 1e-3,
     generator: torch.Generator | None = None,
+    progress_bar: bool = False,
 ) -> Diagnostics:
     """Spectrum, degrees of freedom and approximation errors of a fitted posterior.
 
@@ -353,8 +357,8 @@ def diagnose(
         see `DiagnosticMethod`
     delta : float, default=0.05
         Corollary 1 holds with probability 1 − δ
-    max_bytes : int, default=2 GiB
-        memory that dense work may take
+    memory_budget : int, float or str, default="2 GiB"
+        memory that dense work may take, in bytes or as a text
     n_probes : int, default=32
         stochastic: probes of the trace, one tangent each
     n_steps, tol : int and float
@@ -362,6 +366,8 @@ def diagnose(
         residual at which they end; memory of 2·n_steps parameter vectors
     generator : torch.Generator, optional
         stochastic: source of the probes; made from `la.seed` without it
+    progress_bar : bool, default=False
+        of the passes over the data
 
     Returns
     -------
@@ -369,9 +375,9 @@ def diagnose(
 
     Raises
     ------
-    MemoryError
+    InsufficientMemoryError
         if dense work was asked for, by `method` or by `val_loader`, and needs more than
-        `max_bytes`
+        `memory_budget`
 
     Examples
     --------
@@ -409,13 +415,14 @@ def diagnose(
             "ε_ELLA compares with the exact posterior and is dense: leave out "
             "val_loader, or use method='dense'."
         )
+    budget = parse_bytes(memory_budget)
     n_data = count(la, loader)
     n_val = 0 if val_loader is None else count(la, val_loader, "val_loader")
     needed = exactly.needed_bytes(la, n_data, n_val)
     dense = method is DiagnosticMethod.DENSE or val_loader is not None
-    if dense and needed > max_bytes:
-        raise MemoryError(exactly.too_large(la, n_data, needed, max_bytes))
-    dense = method is not DiagnosticMethod.STOCHASTIC and needed <= max_bytes
+    if dense and needed > budget:
+        raise InsufficientMemoryError(exactly.too_large(la, n_data, needed, budget))
+    dense = method is not DiagnosticMethod.STOCHASTIC and needed <= budget
 
     with torch.no_grad():
         posterior = la.posterior
@@ -423,15 +430,13 @@ def diagnose(
         dof = effective_dof(posterior.precision - prior, prior)
     exact, errors, weight_error = None, None, None
     if dense:
-        exact = ExactLaplace.from_loader(la, loader, max_bytes)
+        exact = ExactLaplace.from_loader(la, loader, budget, progress_bar)
         (error,) = exact.nystrom_errors(posterior.basis.directions)
         curvature = exact.curvature
         posterior = exact.refit(posterior)
         if val_loader is not None:
-            errors = exact.ella_errors(posterior, la, val_loader)
-        small = (
-            la.n_params <= exactly.EIGH_LIMIT and 5 * 8 * la.n_params**2 <= max_bytes
-        )
+            errors = exact.ella_errors(posterior, la, val_loader, progress_bar)
+        small = la.n_params <= exactly.EIGH_LIMIT and 5 * 8 * la.n_params**2 <= budget
         if small:
             weight_error = exact.weight_error(posterior)
     else:
@@ -443,6 +448,7 @@ def diagnose(
                 n_steps,
                 tol,
                 generator or la.fitter.fresh_generator(),
+                progress_bar,
             )
     bound = None
     if posterior.is_scalar:

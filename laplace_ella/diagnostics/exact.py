@@ -33,15 +33,16 @@ from laplace_ella.diagnostics.spectral import (
     residual_norms,
     spectral_norms,
 )
+from laplace_ella.errors import InsufficientMemoryError
 from laplace_ella.posterior.likelihood import largest_curvature
 from laplace_ella.posterior.subspace import SubspacePosterior
-from laplace_ella.support.resources import human_bytes
+from laplace_ella.support.resources import human_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from laplace_ella.ella import ELLALaplace
 
 __all__ = [
-    "MAX_BYTES",
+    "MEMORY_BUDGET",
     "ExactLaplace",
     "NystromError",
     "dense_bytes",
@@ -50,8 +51,8 @@ __all__ = [
     "relative_errors",
 ]
 
-#: Bytes that dense work may take unless told: N·C of about 10,000 for a small model.
-MAX_BYTES = 2**31
+#: Memory that dense work may take unless told: N·C of about 10,000 for a small model.
+MEMORY_BUDGET = "2 GiB"
 
 #: Up to this order all eigenvalues are computed, above it the leading ones.
 EIGH_LIMIT = 4096
@@ -85,12 +86,12 @@ def needed_bytes(la: ELLALaplace, n_data: int, n_val: int = 0) -> int:
     return dense_bytes(n_data, la.n_outputs, la.n_params, itemsize, n_val)
 
 
-def too_large(la: ELLALaplace, n_data: int, needed: int, max_bytes: int) -> str:
+def too_large(la: ELLALaplace, n_data: int, needed: int, budget: int) -> str:
     return (
         f"Dense diagnostics of N={n_data}, C={la.n_outputs}, P={la.n_params} need "
         f"about {needed} bytes ({human_bytes(needed)}), more than "
-        f"max_bytes={max_bytes} ({human_bytes(max_bytes)}). Pass a larger max_bytes=, "
-        "a loader over fewer examples, or diagnose(..., method='stochastic') without "
+        f"memory_budget={budget} ({human_bytes(budget)}). Pass a larger "
+        "memory_budget=, a loader over fewer examples, or diagnose(..., method='stochastic') without "
         "val_loader."
     )
 
@@ -143,26 +144,30 @@ class ExactLaplace(ABC):
 
     @staticmethod
     def from_loader(
-        la: ELLALaplace, loader: DataLoader, max_bytes: int = MAX_BYTES
+        la: ELLALaplace,
+        loader: DataLoader,
+        memory_budget: int | float | str = MEMORY_BUDGET,
+        progress_bar: bool = False,
     ) -> ExactLaplace:
         """Compute the Jacobians of all data, and what is needed of them.
 
         Raises
         ------
-        MemoryError
-            if that takes more than `max_bytes`
+        InsufficientMemoryError
+            if that takes more than `memory_budget`
         """
         n_data = count(la, loader)
         needed = needed_bytes(la, n_data)
-        if needed > max_bytes:
-            raise MemoryError(too_large(la, n_data, needed, max_bytes))
+        budget = parse_bytes(memory_budget)
+        if needed > budget:
+            raise InsufficientMemoryError(too_large(la, n_data, needed, budget))
         # The sides are subclasses of this class, so they can only be imported later.
         from laplace_ella.diagnostics.kernel_side import KernelSide
         from laplace_ella.diagnostics.weight_side import WeightSide
 
         side = KernelSide if n_data * la.n_outputs <= la.n_params else WeightSide
         with working(la, loader):
-            return side(la, loader, n_data)
+            return side(la, loader, n_data, progress_bar)
 
     def _start(self, la: ELLALaplace, n_data: int) -> None:
         self.n_data, self.n_outputs = n_data, la.n_outputs
@@ -273,13 +278,17 @@ class ExactLaplace(ABC):
             return torch.cat([self.kappa(Js) for _, Js in jacobians(la, loader)])
 
     def ella_errors(
-        self, posterior: SubspacePosterior, la: ELLALaplace, loader: DataLoader
+        self,
+        posterior: SubspacePosterior,
+        la: ELLALaplace,
+        loader: DataLoader,
+        progress_bar: bool = False,
     ) -> torch.Tensor:
         """The terms of ε_ELLA for a posterior, `(N_val,)`."""
         with working(la, loader):
             parts = [
                 relative_errors(kappa_ella(posterior, Js), self.kappa(Js))
-                for _, Js in jacobians(la, loader)
+                for _, Js in jacobians(la, loader, progress_bar)
             ]
         return torch.cat(parts)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from laplace_ella.derivatives.backends import Curvature
 from laplace_ella.fitting import sampling
 from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.layout import OutputLayout
@@ -48,15 +49,20 @@ def count(la: ELLALaplace, loader: DataLoader, name: str = "loader") -> int:
             "noises. Diagnose a wrapped model that returns one position, or fit with "
             "one sigma_noise."
         )
+    if la.fitter.curvature is not Curvature.GGN:
+        raise NotImplementedError(
+            "Diagnostics compare with the exact GGN posterior; this one was fitted "
+            f"with {la.fitter.curvature.value}. Fit with backend=CurvlinopsGGN."
+        )
     with working(la, loader):
         return len(sampling.eligible_indices(loader))
 
 
 def jacobians(
-    la: ELLALaplace, loader: DataLoader
+    la: ELLALaplace, loader: DataLoader, progress_bar: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Outputs (b, C) and Jacobians (b, C, P) of a few examples after the other."""
-    for x, _ in la.fitter.batches(loader):
+    for x, _ in la.fitter.batches(loader, "[Jacobians]", progress_bar):
         for f, J, _ in la.fitter.linearizer.jacobian_chunks(x):
             yield f, J
 

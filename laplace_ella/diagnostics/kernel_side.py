@@ -28,7 +28,13 @@ __all__ = ["KernelSide"]
 class KernelSide(exact.ExactLaplace):
     """N·C ≤ P: the Jacobians (N·C, P) are kept."""
 
-    def __init__(self, la: ELLALaplace, loader: DataLoader, n_data: int) -> None:
+    def __init__(
+        self,
+        la: ELLALaplace,
+        loader: DataLoader,
+        n_data: int,
+        progress_bar: bool = False,
+    ) -> None:
         self._start(la, n_data)
         C, P = self.n_outputs, self.n_params
         dtype = la.fitter.linearizer.dtype
@@ -36,7 +42,7 @@ class KernelSide(exact.ExactLaplace):
             n_data, C, P, dtype=dtype, device=la.fitter.linearizer.device
         )
         outputs, filled = [], 0
-        for f, J in jacobians(la, loader):
+        for f, J in jacobians(la, loader, progress_bar):
             if filled + len(f) > n_data:
                 raise ValueError(not_all_once(n_data))
             self.J[filled : filled + len(f)] = J

@@ -25,7 +25,13 @@ __all__ = ["WeightSide"]
 class WeightSide(exact.ExactLaplace):
     """P < N·C: only the products JᵀJ and JᵀΛJ (P, P) are kept."""
 
-    def __init__(self, la: ELLALaplace, loader: DataLoader, n_data: int) -> None:
+    def __init__(
+        self,
+        la: ELLALaplace,
+        loader: DataLoader,
+        n_data: int,
+        progress_bar: bool = False,
+    ) -> None:
         self._start(la, n_data)
         zeros = torch.zeros(
             self.n_params,
@@ -35,7 +41,7 @@ class WeightSide(exact.ExactLaplace):
         )
         self.JJ, self.JLJ = zeros, zeros.clone()
         seen = 0
-        for f, J in jacobians(la, loader):
+        for f, J in jacobians(la, loader, progress_bar):
             flat = J.double().flatten(0, 1)
             self.JJ += flat.T @ flat
             root = curvature_root(f, J, self.family).flatten(0, 1)
