@@ -91,8 +91,8 @@ def too_large(la: ELLALaplace, n_data: int, needed: int, budget: int) -> str:
         f"Dense diagnostics of N={n_data}, C={la.n_outputs}, P={la.n_params} need "
         f"about {needed} bytes ({human_bytes(needed)}), more than "
         f"memory_budget={budget} ({human_bytes(budget)}). Pass a larger "
-        "memory_budget=, a loader over fewer examples, or diagnose(..., method='stochastic') without "
-        "val_loader."
+        "memory_budget=, a loader over fewer examples, or diagnose(..., "
+        "method='stochastic') without val_loader."
     )
 
 
