@@ -229,7 +229,11 @@ def _by_svd(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_gram(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same through the eigendecomposition of J̃J̃ᵀ in float64, in place."""
+    """The same through the eigendecomposition of J̃J̃ᵀ in float64, in place; of J̃ᵀJ̃,
+    whose eigenvectors are the directions themselves, where that is smaller."""
+    if len(rows) > rows.shape[1]:
+        eigenvalues, V = torch.linalg.eigh(gram(rows.T))
+        return eigenvalues.flip(0).clamp_min(0), V.flip(1)[:, :k].T.to(rows.dtype)
     eigenvalues, U = torch.linalg.eigh(gram(rows))
     eigenvalues, U = eigenvalues.flip(0).clamp_min(0), U.flip(1)[:, :k]
     scale = eigenvalues[:k].sqrt().clamp_min(torch.finfo(torch.float64).tiny)
