@@ -86,9 +86,11 @@ enable_backprop, dict_key_x, dict_key_y
     subsample_size : int, default=2000
         M, the number of gradients from which the directions are computed; every
         (example, output) pair is used once if there are fewer
-    n_eigenvalues : int or "auto", default=20
-        K, the number of directions; "auto" takes as many as hold 90 % of the sampled
-        gradients' energy, at most 128
+    n_eigenvalues : int, "auto" or "exact", optional
+        K, the number of directions. "exact" takes all directions of the gradients of
+        every (example, output) pair: exact linearised Laplace. "auto" does so where it
+        is affordable, and else takes as many as hold 90 % of the sampled gradients'
+        energy, at most 128. Default: "auto" for regression, 20 otherwise
     seed : int, default=1234
         of the sampled pairs and of Monte-Carlo predictions without a generator; torch's
         global random state is neither read nor changed
