@@ -73,7 +73,8 @@ class BorderWarning(UserWarning):
 
 
 class NumericalWarning(UserWarning):
-    """A matrix was regularised to be factorised; the message has the amount."""
+    """Rounding matters: a matrix was regularised to be factorised, or variances have
+    lost digits; the message has the amount."""
 
 
 class SoftmaxWarning(UserWarning):

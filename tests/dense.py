@@ -225,3 +225,66 @@ class Reference:
             self.delta,
             self.factor,
         )
+
+
+class Exact:
+    """Linearised Laplace with every gradient and every weight, in float64.
+
+    Nothing is cancelled that could be small: variances are squares of L⁻¹Jᵀ with
+    LLᵀ = D + JᵀΛJ, log determinants are of the whitened I + D^{-1/2}JᵀΛJD^{-1/2}.
+
+    Parameters
+    ----------
+    f, Js : torch.Tensor
+        outputs (n, C) and Jacobians (n, C, P) of the training data, n = N·S rows of C
+        outputs at one position each
+    y : torch.Tensor
+        targets of the rows
+    likelihood : str
+        'regression', 'classification' or 'multi_label'
+    delta : torch.Tensor
+        θ̂ − μ₀ (P,)
+    """
+
+    def __init__(self, f, Js, y, likelihood, delta):
+        self.Js, self.delta, self.likelihood = Js, delta, likelihood
+        self.n_rows = len(f)
+        if likelihood == "regression":
+            self.Lam = None
+            self.loss = 0.5 * (f - y).square().sum(0)  # (C,)
+        elif likelihood == "multi_label":
+            p = f.sigmoid()
+            self.Lam = torch.diag_embed(p * (1 - p))
+            self.loss = F.binary_cross_entropy_with_logits(f, y, reduction="sum")
+        else:
+            self.Lam = loss_hessian(f, likelihood)
+            self.loss = F.cross_entropy(f, y, reduction="sum")
+
+    def curvature(self, sigma):
+        """Σ JᵀΛJ (P, P), Λ = σ⁻² for each output in regression."""
+        Lam = self.Lam
+        if Lam is None:
+            C = self.Js.shape[1]
+            Lam = torch.diag(sigma.double().expand(C) ** -2).expand(self.n_rows, C, C)
+        return torch.einsum("ncp,ncd,ndq->pq", self.Js, Lam, self.Js)
+
+    def covariance(self, J, D, sigma):
+        """J(D + JᵀΛJ)⁻¹Jᵀ (n, n) for rows J (n, P) and the prior D (P,)."""
+        L = torch.linalg.cholesky(torch.diag(D) + self.curvature(sigma))
+        root = torch.linalg.solve_triangular(L, J.T, upper=False)
+        return root.T @ root
+
+    def evidence(self, D, sigma):
+        """Differentiable in D (P,) and sigma, one or one per output."""
+        root = D.rsqrt()
+        whitened = root[:, None] * self.curvature(sigma) * root
+        ratio = torch.linalg.slogdet(torch.eye(len(D)).double() + whitened)[1]
+        if self.likelihood == "regression":
+            noise = sigma.double().expand(self.Js.shape[1])
+            each = self.loss / noise**2 + self.n_rows * (
+                noise.log() + 0.5 * log(2 * pi)
+            )
+            log_lik = -each.sum()
+        else:
+            log_lik = -self.loss
+        return log_lik - 0.5 * (ratio + (self.delta**2 * D).sum())

@@ -75,6 +75,7 @@ def state_of_fit(fit: Fit) -> dict[str, Any]:
         "output_shape": tuple(fit.output_shape),
         "dtype": str(fit.dtype).removeprefix("torch."),
         "fit_complement": fit.complement.value,
+        "spans_all": fit.spans_all,
         "directions": fit.basis.directions,
         "eigenvalues": fit.basis.eigenvalues,
         "basis_tail": fit.basis.tail,
@@ -108,4 +109,5 @@ def fit_from_state(
         mean,
         getattr(torch, state["dtype"]),
         Complement(state["fit_complement"]),
+        spans_all=state["spans_all"],
     )

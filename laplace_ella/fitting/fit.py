@@ -222,6 +222,7 @@ class Fitter:
             self.linearizer.fn.flat(),
             fn.dtype,
             Complement.PRIOR if keeps else Complement.DROP,
+            spans_all=exact,
         )
 
     def takes_all(self, probe: Probe, n_pairs: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from laplace_ella.derivatives.model_function import (
 )
 from laplace_ella.derivatives.options import ComputeOptions
 from laplace_ella.derivatives.rows import RowMode
-from laplace_ella.errors import NotFittedError
+from laplace_ella.errors import NotFittedError, NumericalWarning
 from laplace_ella.fitting.checkpoint import (
     check_identity,
     fit_from_state,
@@ -50,6 +51,9 @@ from laplace_ella.support.presets import PAPER
 
 __all__ = ["FittedLaplace"]
 
+#: Relative error of an exact posterior's variances that is worth a warning.
+LARGEST_ERROR = 0.01
+
 
 def from_numpy(value: Any) -> Any:
     """Numpy arrays, which Laplace refuses, as a number or a tensor."""
@@ -61,6 +65,24 @@ def from_numpy(value: Any) -> Any:
 def set_in_base(la: BaseLaplace, name: str, value: Any) -> None:
     """Set a property by the setter of laplace-torch's base class."""
     getattr(BaseLaplace, name).fset(la, value)
+
+
+def warn_about_rounding(fit: Fit, posterior: SubspacePosterior) -> None:
+    """Warn where an exact posterior lost more than a hundredth to rounding."""
+    if not (fit.spans_all and fit.sums.n_data and posterior.needs_residual):
+        return
+    error = fit.variance_error(posterior)
+    if error > LARGEST_ERROR:
+        precision = str(fit.dtype).removeprefix("torch.")
+        warnings.warn(
+            "Variances at inputs like the training data have a relative error of about "
+            f"{error:.1g}: derivatives are in {precision}, and the smallest prior "
+            f"precision is {float(posterior.prior.min()):.1g}. Use a float64 model "
+            "(model.double()), a larger memory_budget if that is what kept derivatives "
+            "from float64, or a larger prior precision.",
+            NumericalWarning,
+            stacklevel=4,
+        )
 
 
 class FittedLaplace(ParametricLaplace):
@@ -420,12 +442,14 @@ class FittedLaplace(ParametricLaplace):
     def posterior(self) -> SubspacePosterior:
         """The current posterior; kept until a hyperparameter changes."""
         if self._posterior_scale is None:
-            posterior = self._posterior_of(self._checked_fit())
+            fit = self._checked_fit()
+            posterior = self._posterior_of(fit)
             self._posterior_scale = posterior.with_(
                 H=posterior.H.detach(),
                 factor=posterior.factor.detach(),
                 prior=posterior.prior.detach(),
             )
+            warn_about_rounding(fit, self._posterior_scale)
         return self._posterior_scale
 
     def _posterior_of(self, fit: Fit) -> SubspacePosterior:

@@ -12,6 +12,7 @@ directions Q = D^{-1/2}VR⁻¹ it is
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -72,9 +73,26 @@ def cholesky(matrix: torch.Tensor) -> torch.Tensor:
     )
 
 
+class _LogDet(torch.autograd.Function):
+    """log det with its gradient G⁻¹, at a fifth of the cost of the factor's own."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:
+        factor = cholesky(matrix)
+        ctx.save_for_backward(matrix, factor)
+        return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        matrix, factor = ctx.saved_tensors
+        twice = torch.is_grad_enabled()  # the gradient is differentiated in turn
+        inverse = torch.linalg.inv(matrix) if twice else torch.cholesky_inverse(factor)
+        return grad[..., None, None] * inverse
+
+
 def log_det(matrix: torch.Tensor) -> torch.Tensor:
-    """log det of a positive definite matrix."""
-    return 2 * cholesky(matrix).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    """log det of positive definite matrices `(..., K, K)`, `(...)`."""
+    return _LogDet.apply(matrix)  # pyright: ignore[reportReturnType]
 
 
 def inverse_root(matrix: torch.Tensor) -> torch.Tensor:

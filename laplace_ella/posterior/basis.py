@@ -158,9 +158,13 @@ class RowSketch:
         rows = self.buffer[: self.filled]
         wanted = min(n_eigenvalues or len(rows), *rows.shape)
         small = rows.numel() <= SVD_LIMIT
-        decompose = _by_svd if small else _by_gram
-        eigenvalues, directions = decompose(rows, wanted)
-        rank = _usable_rank(eigenvalues, rows, squared=not small)
+        # All usable directions: small eigenvalues count, so products in float64.
+        precision = torch.float64 if n_eigenvalues is None else rows.dtype
+        if small:
+            eigenvalues, directions = _by_svd(rows, wanted)
+        else:
+            eigenvalues, directions = _by_gram(rows, wanted, precision)
+        rank = _usable_rank(eigenvalues, rows, None if small else precision)
         if rank == 0:
             raise ValueError(
                 f"All {self.n_samples} sampled gradients are zero: the outputs do not "
@@ -206,19 +210,21 @@ def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:
     return sketch.basis(n_eigenvalues)
 
 
-def _usable_rank(eigenvalues: torch.Tensor, rows: torch.Tensor, squared: bool) -> int:
+def _usable_rank(
+    eigenvalues: torch.Tensor, rows: torch.Tensor, gram_dtype: torch.dtype | None
+) -> int:
     """Number of directions that stand above the rounding noise of the rows.
 
     Noise of relative size ε in the entries has spectral norm of about ε√max(M, P)·σ₁;
-    a Gram matrix carries its own rounding noise of about ε√M·λ₁.
+    a Gram matrix carries its own rounding noise of about ε√M·λ₁, by its products.
     """
     if not has_values(eigenvalues):
         return min(rows.shape)
     eps = torch.finfo(rows.dtype).eps
     top = float(eigenvalues[0])
     noise = (10 * eps) ** 2 * max(rows.shape)
-    if squared:
-        noise = max(noise, eps * len(rows) ** 0.5)
+    if gram_dtype is not None:
+        noise = max(noise, torch.finfo(gram_dtype).eps * len(rows) ** 0.5)
     return int((eigenvalues > top * noise).sum())
 
 
@@ -228,9 +234,15 @@ def _by_svd(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return singular.square(), Vh[:k].to(rows.dtype)
 
 
-def _by_gram(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same through the eigendecomposition of J̃J̃ᵀ in float64, in place."""
-    eigenvalues, U = torch.linalg.eigh(gram(rows))
+def _by_gram(
+    rows: torch.Tensor, k: int, precision: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same through the eigendecomposition of J̃J̃ᵀ in float64, in place; of J̃ᵀJ̃,
+    whose eigenvectors are the directions themselves, where that is smaller."""
+    if len(rows) > rows.shape[1]:
+        eigenvalues, V = torch.linalg.eigh(gram(rows.T, precision))
+        return eigenvalues.flip(0).clamp_min(0), V.flip(1)[:, :k].T.to(rows.dtype)
+    eigenvalues, U = torch.linalg.eigh(gram(rows, precision))
     eigenvalues, U = eigenvalues.flip(0).clamp_min(0), U.flip(1)[:, :k]
     scale = eigenvalues[:k].sqrt().clamp_min(torch.finfo(torch.float64).tiny)
     usable = eigenvalues[:k] > 0
@@ -238,14 +250,16 @@ def _by_gram(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return eigenvalues, rows[:k]
 
 
-def gram(rows: torch.Tensor) -> torch.Tensor:
-    """J̃J̃ᵀ (M, M): products in the rows' dtype, accumulated in float64.
+def gram(rows: torch.Tensor, precision: torch.dtype | None = None) -> torch.Tensor:
+    """J̃J̃ᵀ (M, M): products in the rows' dtype unless told, accumulated in float64.
 
     Only the blocks on and below the diagonal are multiplied.
     """
+    converts = precision not in (None, rows.dtype)
+    width = GRAM_WIDTH // 8 if converts else GRAM_WIDTH  # copies should be small
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
-    for columns in chunks(rows.shape[1], GRAM_WIDTH):
-        block = rows[:, columns]
+    for columns in chunks(rows.shape[1], width):
+        block = rows[:, columns].to(precision)
         for part in chunks(len(rows), GRAM_HEIGHT):
             total[part, : part.stop] += block[part] @ block[: part.stop].T
     return total.tril() + total.tril(-1).T

@@ -12,6 +12,7 @@ from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.subspace import Complement, SubspacePosterior
+from laplace_ella.support.batches import has_values
 
 __all__ = ["Fit", "Sums"]
 
@@ -74,6 +75,8 @@ class Fit:
         what suits the directions outside this basis, if nobody says otherwise
     history : tuple of dict
         'n_data' and validation 'loss' in the course of the fit
+    spans_all : bool
+        whether the basis has all usable directions of all training gradients
     """
 
     basis: NystromBasis
@@ -83,6 +86,7 @@ class Fit:
     dtype: torch.dtype
     complement: Complement
     history: tuple[dict[str, float], ...] = ()
+    spans_all: bool = False
 
     @property
     def n_outputs(self) -> int:
@@ -92,7 +96,9 @@ class Fit:
     def truncate(self, rank: int) -> Fit:
         """The fit with the first `rank` directions: bases are nested."""
         sums = replace(self.sums, H=self.sums.H[..., :rank, :rank])
-        return replace(self, basis=self.basis.truncate(rank), sums=sums)
+        spans_all = self.spans_all and rank == self.basis.rank
+        basis = self.basis.truncate(rank)
+        return replace(self, basis=basis, sums=sums, spans_all=spans_all)
 
     def check_noises(self, n_noises: int) -> None:
         """Several noises need curvature that was added up output by output."""
@@ -116,3 +122,23 @@ class Fit:
         """The posterior under given hyperparameters."""
         H, factor = observation.weigh(self.sums.H)
         return SubspacePosterior(self.basis, H, factor, prior, complement)
+
+    def variance_error(self, posterior: SubspacePosterior) -> float:
+        """Relative error of the variance at training inputs that rounding makes.
+
+        Exact variances there are Σ_k λ_k/(fλ_k + δ) on average, with the eigenvalues
+        λ of JJᵀ. Directions below the rounding noise were given up and keep λ/δ, and
+        the part of a gradient outside the basis, which is zero, comes out as about
+        16 ε²|J|²: measured with networks of 10³ to 4·10⁴ parameters.
+        """
+        basis = self.basis
+        tail = basis.eigenvalues[:0] if basis.tail is None else basis.tail
+        if not has_values(basis.eigenvalues):
+            return 0.0
+        delta = posterior.prior.detach().double().min().to(basis.eigenvalues)
+        weight = float(posterior.factor * posterior.H.trace()) / basis.trace
+        exact = torch.cat([basis.eigenvalues, tail])
+        exact = (exact / (weight * exact + delta)).sum()
+        given_up = (tail / delta - tail / (weight * tail + delta)).sum()
+        eps = torch.finfo(self.dtype).eps
+        return float((given_up + 16 * eps**2 * basis.trace / delta) / exact)

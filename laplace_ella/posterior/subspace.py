@@ -80,18 +80,18 @@ class SubspacePosterior:
         return self.prior.numel() == 1
 
     @property
-    def _is_layerwise(self) -> bool:
+    def is_layerwise(self) -> bool:
         return self.prior.numel() == len(self.basis.numels) != self.n_params
 
     def _project(self, diagonal: torch.Tensor) -> torch.Tensor:
         """Vᵀ diag(d) V for d structured like the prior."""
-        if not self.is_scalar and self._is_layerwise:
+        if not self.is_scalar and self.is_layerwise:
             return torch.einsum("l,lij->ij", diagonal.double(), self.basis.layer_grams)
         return algebra.project_prior(self.basis.directions, diagonal)
 
     def prior_diagonal(self) -> torch.Tensor:
         """D as a vector, `(P,)`, or `(1,)` for a scalar prior."""
-        if self.is_scalar or not self._is_layerwise:
+        if self.is_scalar or not self.is_layerwise:
             return self.prior
         sizes = torch.as_tensor(self.basis.numels, device=self.prior.device)
         return self.prior.repeat_interleave(sizes, output_size=self.n_params)

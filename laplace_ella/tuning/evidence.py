@@ -14,7 +14,12 @@ from tqdm.auto import trange
 from laplace_ella.posterior.fit import Fit
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.subspace import SubspacePosterior
-from laplace_ella.tuning.eigenbasis import EigenPosterior, eigenbasis
+from laplace_ella.tuning.eigenbasis import (
+    EigenPosterior,
+    LayerPosterior,
+    by_layers,
+    with_eigenvalues,
+)
 
 __all__ = ["Evidence", "climb", "maximize"]
 
@@ -27,9 +32,9 @@ class Evidence:
     ----------
     fit : Fit
     observation : ObservationModel
-    posterior : SubspacePosterior or EigenPosterior
-        of the fit; the latter for scalar priors and one noise, where a value costs K
-        operations instead of K³
+    posterior : SubspacePosterior, EigenPosterior or LayerPosterior
+        of the fit; the latter two for one noise and many evaluations: a scalar prior,
+        where a value costs K operations instead of K³, and a layerwise one
     square_distance : torch.Tensor
         (θ̂ − μ₀)² summed up in the structure of the prior: `(1,)`, `(L,)` or `(P,)`,
         float64
@@ -37,7 +42,7 @@ class Evidence:
 
     fit: Fit
     observation: ObservationModel
-    posterior: SubspacePosterior | EigenPosterior
+    posterior: SubspacePosterior | EigenPosterior | LayerPosterior
     square_distance: torch.Tensor
 
     @classmethod
@@ -59,8 +64,12 @@ class Evidence:
         elif posterior.prior.numel() != posterior.n_params:
             pieces = square.split(list(posterior.basis.numels))
             square = torch.stack([piece.sum() for piece in pieces])
-        scalar = posterior.is_scalar and fit.sums.H.ndim == 2
-        prepared = eigenbasis(posterior)[0] if many and scalar else posterior
+        prepared: SubspacePosterior | EigenPosterior | LayerPosterior = posterior
+        if many and fit.sums.H.ndim == 2:
+            if posterior.is_scalar:
+                prepared = with_eigenvalues(posterior)
+            elif posterior.is_layerwise and posterior.needs_residual:
+                prepared = by_layers(posterior)
         return cls(fit, observation, prepared, square)
 
     def __call__(self, prior: torch.Tensor, sigma_noise: torch.Tensor) -> torch.Tensor:
@@ -68,10 +77,9 @@ class Evidence:
         observation = replace(self.observation, sigma_noise=sigma_noise)
         H, factor = observation.weigh(self.fit.sums.H)
         posterior = self.posterior
-        if isinstance(posterior, EigenPosterior):
-            posterior = posterior.with_(factor=factor, prior=prior)
-        else:
-            posterior = posterior.with_(H=H, factor=factor, prior=prior)
+        if isinstance(posterior, SubspacePosterior):
+            posterior = posterior.with_(H=H)
+        posterior = posterior.with_(factor=factor, prior=prior)
         sums = self.fit.sums
         fitted = observation.log_likelihood(
             sums.loss.double(), sums.n_data, self.fit.n_outputs
