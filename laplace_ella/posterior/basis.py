@@ -6,14 +6,13 @@ J̃ (M, P), orthonormal and nested in K.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from laplace_ella.errors import RankWarning
+from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.support.batches import chunks, has_values
 
 __all__ = ["NystromBasis", "RowSketch", "basis_from_rows"]
@@ -168,11 +167,10 @@ class RowSketch:
                 "gradients."
             )
         if n_eigenvalues is not None and rank < n_eigenvalues:
-            warnings.warn(
+            warn_caller(
                 f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
                 f"{self.n_samples} sampled gradients; using {rank}.",
                 RankWarning,
-                stacklevel=5,  # the caller of fit()
             )
         rank = min(rank, wanted)
         if not small:
