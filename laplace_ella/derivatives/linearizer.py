@@ -53,7 +53,7 @@ from laplace_ella.support.batches import Batch, chunks, has_values
 from laplace_ella.support.layout import OutputLayout, Positions, check_outputs
 from laplace_ella.support.metric import Metric, split_gradients
 from laplace_ella.support.preserve import differentiable_kernels, full_precision
-from laplace_ella.support.resources import budget_of, human_bytes
+from laplace_ella.support.resources import budget_of, human_bytes, parse_bytes
 
 __all__ = ["Linearizer", "Modes", "Probe"]
 
@@ -236,12 +236,14 @@ class Linearizer:
 
     def sizes(self, probe: Probe) -> PassSizes:
         """How many inputs of the kind that was probed are differentiated at once."""
+        budget = self.options.memory_budget
         return PassSizes(
             self.n_params,
             self.dtype.itemsize,
             probe.activations,
             self.device.type,
             self.options.chunk_size,
+            None if budget is None else parse_bytes(budget),
         )
 
     def _batch(self, x: Any) -> Batch:

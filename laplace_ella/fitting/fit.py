@@ -277,13 +277,21 @@ class Fitter:
         linearizer, device = self.linearizer, self.linearizer.device
         n_outputs = math.prod(positions.output_shape)
         seen, finite = 0, []
+
+        def add(rows: torch.Tensor) -> None:
+            try:
+                sketch.add(rows)
+            except torch.linalg.LinAlgError:  # a full buffer with NaN in it
+                finite.append(torch.isfinite(sketch.energy))
+                check_finite(finite, "gradients", "while sampling the basis")
+                raise
+
         for x, _ in batches:
             size = batch_size(x, linearizer.dict_key_x)
             if positions.shape:
                 shape = linearizer.probe(x).output_shape
                 check_positions(linearizer.layout.of(shape), positions)
             pairs = np.flatnonzero((where >= seen) & (where < seen + size))
-            finite_rows = []
             for rows in linearizer.row_chunks(
                 x,
                 torch.as_tensor(where[pairs] - seen, device=device),
@@ -293,10 +301,9 @@ class Fitter:
                 ).float(),
                 at_most=len(sketch.buffer),
             ):
-                sketch.add(rows.to(sketch.buffer.device))
-                finite_rows.append(torch.isfinite(rows).all())
-            if finite_rows:
-                finite.append(torch.stack(finite_rows).all())
+                add(rows.to(sketch.buffer.device))
+            # The sum of all squares is finite as long as all rows are.
+            finite.append(torch.isfinite(sketch.energy))
             seen += size
         check_finite(finite, "gradients", "while sampling the basis")
 

@@ -25,6 +25,9 @@ SVD_LIMIT = 2_000_000
 GRAM_WIDTH = 16_384
 GRAM_HEIGHT = 256
 
+#: Numbers of one temporary result beside the rows.
+BLOCK = 2**20
+
 
 @dataclass(frozen=True)
 class NystromBasis:
@@ -129,7 +132,7 @@ class RowSketch:
         self.filled = 0
         self.n_samples = 0
         self.compressed = False
-        self._energy = torch.zeros((), dtype=torch.float64, device=device)
+        self.energy = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, rows: torch.Tensor) -> None:
         """Take in rows `(m, P)`."""
@@ -139,7 +142,7 @@ class RowSketch:
                 self._compress()
             fitting = rows[: len(self.buffer) - self.filled]
             self.buffer[self.filled : self.filled + len(fitting)] = fitting
-            self._energy += _energy(fitting)
+            self.energy += _energy(fitting)
             self.filled += len(fitting)
             rows = rows[len(fitting) :]
 
@@ -175,7 +178,7 @@ class RowSketch:
         rank = min(rank, wanted)
         if not small:
             orthonormalize_(directions[:rank])
-        known = has_values(self._energy)
+        known = has_values(self.energy)
         directions = directions[:rank]
         if rank < 0.8 * len(self.buffer):  # else next to nothing would be freed
             directions = directions.clone()
@@ -183,7 +186,7 @@ class RowSketch:
             directions,
             eigenvalues[:rank],
             self.n_samples,
-            float(self._energy) if known else float("nan"),
+            float(self.energy) if known else float("nan"),
             "streaming" if self.compressed else ("svd" if small else "gram"),
             self.numels,
             None if self.compressed else eigenvalues[rank:],
@@ -192,7 +195,8 @@ class RowSketch:
 
 def _energy(rows: torch.Tensor) -> torch.Tensor:
     """Σ of all squares in float64, without a float64 copy of all rows."""
-    parts = [rows[:, c].double().square().sum() for c in chunks(rows.shape[1], 65_536)]
+    width = BLOCK // max(1, len(rows))
+    parts = [rows[:, c].double().square().sum() for c in chunks(rows.shape[1], width)]
     return torch.stack(parts).sum()
 
 
@@ -246,7 +250,11 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
         block = rows[:, columns]
         for part in chunks(len(rows), GRAM_HEIGHT):
             total[part, : part.stop] += block[part] @ block[: part.stop].T
-    return total.tril() + total.tril(-1).T
+    for part in chunks(len(rows), GRAM_HEIGHT):  # in place: copies would be as large
+        total[: part.start, part] = total[part, : part.start].T
+        square = total[part, part]
+        square.copy_(square.tril() + square.tril(-1).T)
+    return total
 
 
 def orthonormalize_(directions: torch.Tensor) -> None:
@@ -266,5 +274,6 @@ def orthonormalize_(directions: torch.Tensor) -> None:
 def _multiply(matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """matrix @ rows into the first rows of `out`, which may be `rows` itself."""
     matrix = matrix.to(rows.dtype)
-    for columns in chunks(rows.shape[1], GRAM_WIDTH):
+    width = max(1024, min(GRAM_WIDTH, 4 * BLOCK // max(1, len(matrix))))
+    for columns in chunks(rows.shape[1], width):
         out[: len(matrix), columns] = matrix @ rows[:, columns]
