@@ -589,7 +589,8 @@ def test_streams_as_validation_data(name, search):
         len(stream)
     results = []
     for data in (stream, loader_of(case.x_test, case.y[:7], 3)):
-        la = fit(case)
+        # in one way, so that the numbers agree to the last digit
+        la = fit(case, feature_mode="reverse", row_mode="vmap")
         if search == "stopping":
             stopping = EarlyStopping(every=3)
             la.fit(case.loader(), val_loader=data, early_stopping=stopping)
@@ -958,7 +959,6 @@ def test_searches_that_make_no_sense(kind):
         ({"stochastic": 0.5}, "stochastic.*0.5"),
         ({"memory_budget": "many"}, "memory_budget.*many"),
         ({"memory_budget": -1}, "memory_budget.*-1"),
-        ({"balanced": "yes"}, "balanced.*yes"),
     ],
 )
 @pytest.mark.parametrize("cls", [ELLALaplace, ELLALLLaplace])

@@ -280,7 +280,8 @@ class Linearizer:
 
     def _run(self, batch: Batch, run: Callable[[], Any]) -> torch.Tensor:
         """The model's output in its natural shape, checked."""
-        return checked_outputs(self.fn.model, batch, run, self.layout)
+        examples = {signature for _, signature in self._probes}
+        return checked_outputs(self.fn.model, batch, run, self.layout, examples)
 
     def _positions(self, batch: Batch) -> Positions:
         return self.layout.of(self._probe(batch).output_shape)
@@ -321,6 +322,7 @@ class Linearizer:
             with differentiable_kernels():  # the flags are not kept between chunks
                 rows = compute(self.fn, batch, examples[part], cotangents[part])
             yield rows
+            del rows  # else it would stay until the next ones are there
 
     @staticmethod
     def _row_function(mode: RowMode) -> Callable[..., torch.Tensor]:

@@ -151,6 +151,9 @@ class PassSizes:
         largest = max(1, self.activations.largest)
         by_cache = max(ENOUGH_TANGENTS, self._tangent_limit(1) // largest)
         by_memory = self._pass_limit // (LIVE_RESULTS * largest) - 1
+        if self.budget is not None:  # products copy the tangents of the parameters
+            tangent = self.n_params * self.itemsize + LIVE_RESULTS * largest
+            by_memory = min(by_memory, self._pass_limit // tangent)
         return max(1, min(by_cache, by_memory))
 
     def examples_at_once(self, rank: int) -> int:

@@ -302,6 +302,7 @@ class Fitter:
                 at_most=len(sketch.buffer),
             ):
                 add(rows.to(sketch.buffer.device))
+                del rows  # before the next ones are computed
             # The sum of all squares is finite as long as all rows are.
             finite.append(torch.isfinite(sketch.energy))
             seen += size

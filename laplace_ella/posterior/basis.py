@@ -25,8 +25,12 @@ SVD_LIMIT = 2_000_000
 GRAM_WIDTH = 16_384
 GRAM_HEIGHT = 256
 
-#: Numbers of one temporary result beside the rows.
-BLOCK = 2**20
+#: Numbers of one product of all rows with a matrix.
+PRODUCT = 2**22
+
+#: Numbers of which a float64 copy is made. Allocators keep freed blocks of a few MB for
+#: a while, so that many of them in a row take as much memory as all at once.
+BLOCK = 2**16
 
 
 @dataclass(frozen=True)
@@ -195,8 +199,7 @@ class RowSketch:
 
 def _energy(rows: torch.Tensor) -> torch.Tensor:
     """Σ of all squares in float64, without a float64 copy of all rows."""
-    width = BLOCK // max(1, len(rows))
-    parts = [rows[:, c].double().square().sum() for c in chunks(rows.shape[1], width)]
+    parts = [part.double().square().sum() for part in rows.reshape(-1).split(BLOCK)]
     return torch.stack(parts).sum()
 
 
@@ -246,10 +249,12 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
     Only the blocks on and below the diagonal are multiplied.
     """
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    room = rows.new_empty(min(GRAM_HEIGHT, len(rows)) * len(rows))
     for columns in chunks(rows.shape[1], GRAM_WIDTH):
         block = rows[:, columns]
         for part in chunks(len(rows), GRAM_HEIGHT):
-            total[part, : part.stop] += block[part] @ block[: part.stop].T
+            product = _product(block[part], block[: part.stop].T, room)
+            total[part, : part.stop] += product
     for part in chunks(len(rows), GRAM_HEIGHT):  # in place: copies would be as large
         total[: part.start, part] = total[part, : part.start].T
         square = total[part, part]
@@ -274,6 +279,13 @@ def orthonormalize_(directions: torch.Tensor) -> None:
 def _multiply(matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """matrix @ rows into the first rows of `out`, which may be `rows` itself."""
     matrix = matrix.to(rows.dtype)
-    width = max(1024, min(GRAM_WIDTH, 4 * BLOCK // max(1, len(matrix))))
+    width = max(1024, min(GRAM_WIDTH, PRODUCT // max(1, len(matrix))))
+    room = rows.new_empty(len(matrix) * min(width, rows.shape[1]))
     for columns in chunks(rows.shape[1], width):
-        out[: len(matrix), columns] = matrix @ rows[:, columns]
+        out[: len(matrix), columns] = _product(matrix, rows[:, columns], room)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """ab in memory that is used again, and not in low precision under autocast."""
+    n, m = len(a), b.shape[1]
+    return torch.mm(a, b, out=room[: n * m].view(n, m))
