@@ -5,6 +5,7 @@ import dataclasses
 import pickle
 import threading
 import warnings
+import weakref
 from collections import namedtuple
 
 import numpy as np
@@ -1124,3 +1125,203 @@ def test_predictions_at_another_number_of_positions(layout, likelihood):
             assert diagonal[-1].shape == model(x).shape
             samples = la.functional_samples(x, n_samples=3)
             assert samples.shape == (3, *model(x).shape)
+
+
+# --- odd but legitimate ------------------------------------------------------------
+
+flavours = pytest.mark.parametrize("cls", [ELLALaplace, ELLALLLaplace])
+
+
+@flavours
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_half_precision(cls, dtype, likelihood):
+    """Models in half precision are fitted, tuned, sampled and saved."""
+    torch.manual_seed(0)
+    model, x = mlp(3, 5, 2).to(dtype), torch.randn(10, 3).to(dtype)
+    y = torch.randint(2, (10,))
+    if likelihood == "regression":
+        y = torch.randn(10, 2).to(dtype)
+    la = cls(model, likelihood, n_eigenvalues=4)
+    la.fit(loader_of(x, y))
+    la.optimize_prior_precision(n_steps=2)
+    la.optimize_temperature(loader_of(x, y), tune_prior=True)
+    outputs = tree_leaves(la(x)) + tree_leaves(
+        la(x, "nn", link_approx="mc", n_samples=3)
+    )
+    assert all(t.dtype == torch.float32 and t.isfinite().all() for t in outputs)
+    assert la.sample(2).isfinite().all()
+    other = cls(model, likelihood, n_eigenvalues=4)
+    other.load_state_dict(la.state_dict())
+    assert torch.equal(tree_leaves(other(x))[0], tree_leaves(la(x))[0])
+
+
+@flavours
+@pytest.mark.parametrize("complement", ["drop", "prior"])
+def test_small_problems(cls, complement):
+    """One class, one example, batches of one, no bias, an incomplete last batch."""
+    torch.manual_seed(0)
+    x, y = torch.randn(10, 3), torch.zeros(10, dtype=torch.long)
+    la = cls(mlp(3, 5, 1), "classification", complement=complement)
+    la.fit(loader_of(x, y))
+    for link in ("probit", "mc", "bridge", "bridge_norm"):
+        torch.testing.assert_close(la(x, link_approx=link), torch.ones(10, 1))
+    la = cls(mlp(3, 5, 2), "classification", complement=complement)
+    la.fit(loader_of(x[:1], y[:1]))
+    la.optimize_prior_precision(n_steps=2)
+    assert la(x).isfinite().all()
+    model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 2, bias=False))
+    la = cls(model, "classification", complement=complement)
+    la.fit(loader_of(x, y, 1))
+    assert la.n_data == 10
+    la.fit(loader_of(x, y, 4, drop_last=True))
+    assert la.n_data == 8
+
+
+@flavours
+def test_settings_from_numpy(cls):
+    """Scalars and arrays of numpy are numbers and tensors."""
+    case = make("regression_3")
+    scalars = (np.float32(2), np.float64(2), np.int64(2), np.array(2.0), np.ones(1) * 2)
+    for value in scalars:
+        options = dict.fromkeys(("prior_precision", "temperature", "sigma_noise"), value)
+        la = fit(case, cls, prior_mean=value, **options)
+        for name in options:
+            setattr(la, name, value)
+            assert float(getattr(la, name)) == 2
+        la.prior_mean = value
+        assert float(la.prior_mean) == 2
+        other = build(case, cls)
+        other.load_state_dict(la.state_dict())
+        assert_close(other(case.x_test)[1], la(case.x_test)[1])
+    la.prior_precision = np.linspace(1, 2, la.n_params)
+    la.prior_mean = np.linspace(1, 2, la.n_params)
+    assert la.log_marginal_likelihood().isfinite()
+    with pytest.raises(ValueError, match="prior_precision must be positive"):
+        la.prior_precision = np.float32(-1)
+
+
+def test_noise_of_each_output_in_exact_mode():
+    """All gradients, and one noise per output, found by the evidence."""
+    case = make("regression_3")
+    noises = torch.tensor([0.1, 0.2, 0.3]).double()
+    la = ELLALaplace(
+        case.model, "regression", n_eigenvalues="exact", sigma_noise=noises
+    )
+    la.fit(case.loader())
+    before = la.log_marginal_likelihood()
+    la.optimize_sigma_noise(n_steps=5)
+    assert la.log_marginal_likelihood() > before
+    assert la.sigma_noise.shape == (3,)
+    SEARCHES["prior"](la, case.loader())
+
+
+@flavours
+@pytest.mark.parametrize("complement", ["drop", "prior"])
+def test_copies_of_a_fitted_object(cls, complement):
+    """A deep copy and an unpickled one predict the same, with a model of their own."""
+    case = make("classification_mlp")
+    la = fit(case, cls, complement=complement)
+    la.sample(2)
+    expected = la(case.x_test)
+    for other in (copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
+        assert_close(other(case.x_test), expected)
+        other.model[0].weight.data.zero_()
+        assert_close(la(case.x_test), expected)
+        other.fit(case.loader())
+
+
+@flavours
+@pytest.mark.parametrize("complement", ["drop", "prior"])
+def test_a_model_that_changes_its_dtype_after_the_fit(cls, complement):
+    """A fit in single precision serves the model in double precision."""
+    case = make("classification_mlp")
+    case.model.float()
+    case.x = case.x.float()
+    la = fit(case, cls, complement=complement)
+    expected = la(case.x_test.float())
+    case.model.double()
+    case.x = case.x.double()
+    assert_close(la(case.x_test), expected.double(), rtol=1e-4, atol=1e-5)
+    la.optimize_prior_precision(n_steps=2)
+    la.optimize_temperature(case.loader())
+    la.fit(case.loader(), override=False)
+    assert la.n_data == 24
+    la.fit(case.loader())
+
+
+def test_the_basis_under_autocast():
+    """The model runs in low precision, the algebra of the basis does not."""
+    torch.manual_seed(0)
+    la = ELLALaplace(
+        mlp(30, 60, 3),
+        "classification",
+        n_eigenvalues=6,
+        subsample_size=400,
+        memory_budget=10**9,
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        la.fit(loader_of(torch.randn(800, 30), torch.randint(3, (800,)), 100))
+    V = la.basis.vectors
+    torch.testing.assert_close(V.T @ V, torch.eye(6), rtol=0, atol=1e-4)
+
+
+def test_gradients_that_are_not_finite_fill_a_sketch():
+    """The batch is named, also where a full sketch is decomposed before its end."""
+    x = torch.randn(60, 3)
+    x[25] = torch.inf
+    la = ELLALaplace(mlp(3, 4, 2), "classification", n_eigenvalues=2)
+    la.memory_budget = la.estimate_memory(loader_of(x, torch.zeros(60).long())).needed
+    with pytest.raises(ValueError, match=r"(?i)NaN or infinite gradients.*batch 5\b"):
+        la.fit(loader_of(x, torch.zeros(60, dtype=torch.long)))
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, by their storages."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.peak, self.seen = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+        def freed():
+            self.seen.discard(key)
+            self.now -= size
+
+        weakref.finalize(storage, freed)
+
+
+@pytest.mark.parametrize("row_mode", ["loop", "vmap"])
+@pytest.mark.parametrize("budget", [20_000_000, 40_000_000])
+def test_a_fit_within_its_budget(budget, row_mode):
+    """Where the gradients do not fit, what is alive at once does not exceed the budget
+    by more than a tenth."""
+    torch.manual_seed(0)
+    model = mlp(32, 120, 120, 10)  # P = 19,690: 300 gradients take 24 MB
+    data = loader_of(torch.randn(600, 32), torch.randint(10, (600,)), 100)
+    la = ELLALaplace(
+        model,
+        "classification",
+        n_eigenvalues=60,
+        subsample_size=1000,
+        memory_budget=budget,
+        row_mode=row_mode,
+    )
+    assert la.estimate_memory(data).method == "streaming"
+    with Live() as live:
+        la.fit(data)
+    assert budget / 4 < live.peak < 1.1 * budget

@@ -306,9 +306,21 @@ class FittedLaplace(ParametricLaplace):
         return self._prior_precision
 
     @prior_precision.setter
-    def prior_precision(self, prior_precision: float | torch.Tensor) -> None:
+    def prior_precision(
+        self, prior_precision: float | torch.Tensor | np.ndarray
+    ) -> None:
+        prior_precision = from_numpy(prior_precision)
         check_positive("prior_precision", prior_precision)
         set_in_base(self, "prior_precision", prior_precision)
+
+    @property
+    def prior_mean(self) -> float | torch.Tensor:
+        """Prior mean: one number for all weights, or one per weight `(P,)`."""
+        return self._prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, prior_mean: float | torch.Tensor | np.ndarray) -> None:
+        set_in_base(self, "prior_mean", from_numpy(prior_mean))
 
     @property
     def sigma_noise(self) -> torch.Tensor:
