@@ -641,9 +641,7 @@ def sampled_loaders():
     weighted, random, nested, own = (generator() for _ in range(4))
     sampler = WeightedRandomSampler(weights, 12, generator=weighted)
     batches = BatchSampler(RandomSampler(data, generator=random), 4, False)
-    inner = BatchSampler(
-        WeightedRandomSampler(weights, 12, generator=nested), 4, False
-    )
+    inner = BatchSampler(WeightedRandomSampler(weights, 12, generator=nested), 4, False)
     return {
         "sampler": (DataLoader(data, 4, sampler=sampler), weighted),
         "batch_sampler": (DataLoader(data, batch_sampler=batches), random),
@@ -1184,7 +1182,9 @@ def test_settings_from_numpy(cls):
     case = make("regression_3")
     scalars = (np.float32(2), np.float64(2), np.int64(2), np.array(2.0), np.ones(1) * 2)
     for value in scalars:
-        options = dict.fromkeys(("prior_precision", "temperature", "sigma_noise"), value)
+        options = dict.fromkeys(
+            ("prior_precision", "temperature", "sigma_noise"), value
+        )
         la = fit(case, cls, prior_mean=value, **options)
         for name in options:
             setattr(la, name, value)

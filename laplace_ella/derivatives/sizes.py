@@ -188,7 +188,9 @@ class PassSizes:
     def _pass_limit(self) -> int:
         """Bytes of one pass."""
         limit = self._limit(PASS_BYTES)
-        return limit if self.budget is None else min(limit, int(PASS_SHARE * self.budget))
+        return (
+            limit if self.budget is None else min(limit, int(PASS_SHARE * self.budget))
+        )
 
     def _limit(self, limits: dict[str, L]) -> L:
         return limits.get(self.device, limits["cpu"])

@@ -11,7 +11,6 @@ directions Q = D^{-1/2}VR⁻¹ it is
 
 from __future__ import annotations
 
-
 import torch
 
 from laplace_ella.errors import NumericalWarning, warn_caller
