@@ -196,8 +196,7 @@ or None, default=None
         balanced = self._check_balanced(train_loader, balanced)
         stopping = check_stopping(early_stopping, val_loader)
         loaders = [train_loader] if val_loader is None else [train_loader, val_loader]
-        with self._undisturbed(*loaders):
-            # Nothing is assigned before the end: a failed fit loses nothing.
+        with self._undisturbed(*loaders), self._all_or_nothing():
             if override or self.fitted is None:
                 start = self._without_data(train_loader, balanced, progress_bar)
             else:
@@ -231,7 +230,7 @@ or None, default=None
         `fit_features` adds data.
         """
         balanced = self._check_balanced(train_loader, balanced)
-        with self._undisturbed(train_loader):
+        with self._undisturbed(train_loader), self._all_or_nothing():
             fit = self._without_data(train_loader, balanced, progress_bar)
         self._adopt(fit)
 
@@ -328,6 +327,7 @@ or None, default=None
             self._fresh_generator,
         )
 
+    @torch.inference_mode(False)  # the evidence is differentiated
     def optimize_prior_precision(
         self,
         pred_type: PredType | str = PredType.GLM,
@@ -486,6 +486,12 @@ or None, default=None
             choose a scalar prior precision, within 10**log_prior_prec_min and
             10**log_prior_prec_max, at the same time
         """
+        bounds = (log_prior_prec_min, log_prior_prec_max)
+        if tune_prior and not bounds[0] < bounds[1]:  # also refuses NaN
+            raise ValueError(
+                "log_prior_prec_min must be less than log_prior_prec_max, got "
+                f"{bounds[0]} and {bounds[1]}."
+            )
         posterior = self.posterior
         posterior = posterior.with_(factor=posterior.factor * self.temperature)
         if tune_prior:
@@ -496,12 +502,12 @@ or None, default=None
         if not tune_prior:
             self.temperature = search_temperature(posterior, self.n_data, validator)
             return
-        bounds = (log_prior_prec_min, log_prior_prec_max)
         temperature, prior = search_temperature_and_prior(
             posterior, self.n_data, validator, bounds
         )
         self.temperature, self.prior_precision = temperature, prior
 
+    @torch.inference_mode(False)
     def optimize_sigma_noise(
         self,
         n_steps: int = 200,
@@ -578,7 +584,9 @@ or None, default=None
                 {"rank": k, "log_marginal_likelihood": value}
                 for k, value in enumerate(evidence, start=1)
             ]
-        candidates = sorted(ranks) if ranks is not None else range(1, self.rank + 1)
+        candidates = range(1, self.rank + 1) if ranks is None else sorted(ranks)
+        for k in candidates:
+            positive_int("ranks", k)
         if not candidates or candidates[0] < 1 or candidates[-1] > self.rank:
             raise ValueError(
                 f"ranks must be some of 1..{self.rank}, got {list(candidates)}; fit "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
+from pathlib import Path
 
 __all__ = [
     "BorderWarning",
@@ -13,6 +16,7 @@ __all__ = [
     "RankWarning",
     "SoftmaxWarning",
     "UnsupportedLayerError",
+    "warn_caller",
 ]
 
 
@@ -79,3 +83,14 @@ class NumericalWarning(UserWarning):
 
 class SoftmaxWarning(UserWarning):
     """A classifier seems to return probabilities, where logits are expected."""
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Warn at the line outside the package that led here, however deep it was found."""
+    package = str(Path(__file__).parent)
+    level, outermost, frame = 1, 1, sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(package):
+            outermost = level
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=outermost + 1)

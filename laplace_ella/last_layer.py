@@ -181,13 +181,8 @@ class ELLALLLaplace(ELLALaplace):
             )
         if self.last_layer_name is None:
             if saved in dict(unwrap(self.model).named_modules()):
-                before = self.__dict__.copy()
-                try:
+                with self._all_or_nothing():
                     self._set_last_layer(saved)
                     super().load_state_dict(state_dict)
-                except BaseException:
-                    self.__dict__.clear()
-                    self.__dict__.update(before)
-                    raise
                 return
         super().load_state_dict(state_dict)

@@ -53,7 +53,7 @@ from laplace_ella.support.batches import Batch, chunks, has_values
 from laplace_ella.support.layout import OutputLayout, Positions, check_outputs
 from laplace_ella.support.metric import Metric, split_gradients
 from laplace_ella.support.preserve import differentiable_kernels, full_precision
-from laplace_ella.support.resources import budget_of, human_bytes
+from laplace_ella.support.resources import budget_of, human_bytes, parse_bytes
 
 __all__ = ["Linearizer", "Modes", "Probe"]
 
@@ -236,12 +236,14 @@ class Linearizer:
 
     def sizes(self, probe: Probe) -> PassSizes:
         """How many inputs of the kind that was probed are differentiated at once."""
+        budget = self.options.memory_budget
         return PassSizes(
             self.n_params,
             self.dtype.itemsize,
             probe.activations,
             self.device.type,
             self.options.chunk_size,
+            None if budget is None else parse_bytes(budget),
         )
 
     def _batch(self, x: Any) -> Batch:
@@ -278,7 +280,8 @@ class Linearizer:
 
     def _run(self, batch: Batch, run: Callable[[], Any]) -> torch.Tensor:
         """The model's output in its natural shape, checked."""
-        return checked_outputs(self.fn.model, batch, run, self.layout)
+        examples = {signature for _, signature in self._probes}
+        return checked_outputs(self.fn.model, batch, run, self.layout, examples)
 
     def _positions(self, batch: Batch) -> Positions:
         return self.layout.of(self._probe(batch).output_shape)
@@ -319,6 +322,7 @@ class Linearizer:
             with differentiable_kernels():  # the flags are not kept between chunks
                 rows = compute(self.fn, batch, examples[part], cotangents[part])
             yield rows
+            del rows  # else it would stay until the next ones are there
 
     @staticmethod
     def _row_function(mode: RowMode) -> Callable[..., torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,20 +34,32 @@ class Probe:
 
 
 def checked_outputs(
-    model: nn.Module, batch: Batch, run: Callable[[], Any], layout: OutputLayout
+    model: nn.Module,
+    batch: Batch,
+    run: Callable[[], Any],
+    layout: OutputLayout,
+    known: Collection[tuple[Any, ...]] = (),
 ) -> torch.Tensor:
     """What `run` returns, the model's output `(B, ...)` for a batch, or an error that
-    says what to change."""
+    says what to change.
+
+    `known` has the signatures of batches on which the model ran before.
+    """
     try:
         return check_outputs(run(), layout, batch.size)
     except Exception as error:
-        remedy = _remedy(model, batch, error)
+        remedy = _remedy(model, batch, error, known)
         if remedy is None:
             raise
         raise remedy from error
 
 
-def _remedy(model: nn.Module, batch: Batch, error: Exception) -> Exception | None:
+def _remedy(
+    model: nn.Module,
+    batch: Batch,
+    error: Exception,
+    known: Collection[tuple[Any, ...]],
+) -> Exception | None:
     """A clearer error, where the inputs and not the model are at fault."""
     x = batch.template
     if isinstance(x, Mapping) and _takes_keywords(model, x, error):
@@ -57,6 +69,20 @@ def _remedy(model: nn.Module, batch: Batch, error: Exception) -> Exception | Non
             f"{sorted(map(str, x))} as keywords. Wrap it: a torch.nn.Module that "
             "holds it as self.hf, whose forward(self, batch) returns "
             "self.hf(**batch).logits (without the labels, if there are any)."
+        )
+    if isinstance(x, Mapping) and isinstance(error, (TypeError, AttributeError)):
+        return TypeError(
+            "The model was called with the whole mapping as its one argument and "
+            f"raised {type(error).__name__}: {error}. If it takes a tensor, wrap it: a "
+            "torch.nn.Module that holds it as self.net, whose forward(self, batch) "
+            f"returns self.net(batch[{str(next(iter(x), 'input_ids'))!r}])."
+        )
+    whole = tuple(tuple(t.shape) for t in batch.tensors)
+    if any(whole == tuple(shape for _, shape, _ in example) for example in known):
+        return ValueError(
+            f"Inputs of shape {', '.join(map(str, whole))} are one example of those "
+            "that the model saw before, without a batch dimension: pass "
+            f"x.unsqueeze(0). The model raised {type(error).__name__}: {error}"
         )
     if batch.tensors and all(t.ndim < 2 for t in batch.tensors):
         return ValueError(

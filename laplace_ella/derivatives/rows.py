@@ -110,18 +110,31 @@ def rows_by_vmap(
         `(m, P)`
     """
     selected = batch.take(examples)
-    params, dtype = fn.parameters(), fn.dtype
+    params = fn.parameters()
 
-    def row(leaves: list[torch.Tensor], cotangent: torch.Tensor) -> torch.Tensor:
+    def row(
+        leaves: list[torch.Tensor], cotangent: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         single = selected.with_leaves([v.unsqueeze(0) for v in leaves], 1).inputs
 
         def combined(params: tuple[torch.Tensor, ...]) -> torch.Tensor:
             f = fn(params, single).flatten()
             return (f * cotangent.to(f.dtype)).sum()
 
-        return torch.cat([g.flatten().to(dtype) for g in grad(combined)(params)])
+        return grad(combined)(params)
 
-    return vmap(row, randomness="same")(list(selected.leaves), cotangents)
+    grads = vmap(row, randomness="same")(list(selected.leaves), cotangents)
+    rows = _empty_rows(fn, len(examples))
+    # Copied as they are: flattened, those that are transposed would be copied twice.
+    for piece, g in zip(rows.split(fn.numels(), dim=1), grads, strict=True):
+        piece.unflatten(1, g.shape[1:] or (1,)).copy_(g if g.ndim > 1 else g[:, None])
+    return rows
+
+
+def _empty_rows(fn: ModelFunction, n: int) -> torch.Tensor:
+    """Room for gradients `(n, P)`: put together from parts they would exist twice."""
+    device = fn.parameters()[0].device
+    return torch.empty(n, sum(fn.numels()), dtype=fn.dtype, device=device)
 
 
 def rows_by_loop(
@@ -135,15 +148,16 @@ def rows_by_loop(
     Rows of one example that stand together share its forward pass.
     """
     pairs = zip(examples.tolist(), cotangents, strict=True)
-    rows = [
-        pull_back(
+    rows, filled = _empty_rows(fn, len(examples)), 0
+    for example, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        part = pull_back(
             fn,
             batch.take(slice(example, example + 1)).inputs,
             (cotangent.unsqueeze(0) for _, cotangent in group),
         )[1]
-        for example, group in itertools.groupby(pairs, key=lambda pair: pair[0])
-    ]
-    return torch.cat(rows)
+        rows[filled : filled + len(part)] = part
+        filled += len(part)
+    return rows
 
 
 def map_jacobians(

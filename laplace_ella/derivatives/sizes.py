@@ -38,6 +38,9 @@ ENOUGH_TANGENTS = 32
 #: Bytes that gradients, tangents and activations of one pass may take.
 PASS_BYTES = {"cpu": 2**28, "cuda": 2**31}
 
+#: Share of a memory budget that one pass may take, where one is given.
+PASS_SHARE = 0.25
+
 #: Intermediate results that are alive at once in a forward-mode pass.
 LIVE_RESULTS = 4
 
@@ -95,6 +98,8 @@ class PassSizes:
         type of the model's device
     chunk_size : int, optional
         examples that are differentiated at once; chosen by the network if None
+    budget : int, optional
+        bytes that all work together may take, if the user has set a limit
     """
 
     n_params: int
@@ -102,6 +107,7 @@ class PassSizes:
     activations: Activations
     device: str = "cpu"
     chunk_size: int | None = None
+    budget: int | None = None
 
     # Reverse mode
 
@@ -120,7 +126,7 @@ class PassSizes:
             return self.chunk_size
         each = max(1, self.row_bytes(rows_per_example))
         by_cache = 2 * self._limit(GRADIENT_BYTES) // each
-        by_memory = self._limit(PASS_BYTES) // each
+        by_memory = self._pass_limit // each
         return max(1, min(max(ENOUGH_EXAMPLES, by_cache), by_memory))
 
     def outputs_at_once(self, n_outputs: int) -> int:
@@ -130,7 +136,7 @@ class PassSizes:
         """
         numbers = self.n_params + n_outputs
         row = 2 * (numbers * self.itemsize + self.activations.largest)
-        free = self._limit(PASS_BYTES) - 2 * self.activations.total
+        free = self._pass_limit - 2 * self.activations.total
         return max(1, min(n_outputs, free // max(1, row)))
 
     # Forward mode
@@ -144,7 +150,10 @@ class PassSizes:
         """How many tangents one example takes in one forward-mode pass."""
         largest = max(1, self.activations.largest)
         by_cache = max(ENOUGH_TANGENTS, self._tangent_limit(1) // largest)
-        by_memory = self._limit(PASS_BYTES) // (LIVE_RESULTS * largest) - 1
+        by_memory = self._pass_limit // (LIVE_RESULTS * largest) - 1
+        if self.budget is not None:  # products copy the tangents of the parameters
+            tangent = self.n_params * self.itemsize + LIVE_RESULTS * largest
+            by_memory = min(by_memory, self._pass_limit // tangent)
         return max(1, min(by_cache, by_memory))
 
     def examples_at_once(self, rank: int) -> int:
@@ -153,7 +162,7 @@ class PassSizes:
             return self.chunk_size
         largest = max(1, self.activations.largest)
         by_cache = self._tangent_limit(rank) // (rank * largest)
-        by_memory = self._limit(PASS_BYTES) // max(1, self.tangent_bytes(rank))
+        by_memory = self._pass_limit // max(1, self.tangent_bytes(rank))
         return max(1, min(by_cache, by_memory))
 
     def _tangent_limit(self, rank: int) -> int:
@@ -173,6 +182,14 @@ class PassSizes:
         return max(
             min(rows, n_rows or rows) * self.row_bytes(),
             min(examples, n_examples or examples) * self.tangent_bytes(together),
+        )
+
+    @property
+    def _pass_limit(self) -> int:
+        """Bytes of one pass."""
+        limit = self._limit(PASS_BYTES)
+        return (
+            limit if self.budget is None else min(limit, int(PASS_SHARE * self.budget))
         )
 
     def _limit(self, limits: dict[str, L]) -> L:

@@ -90,6 +90,7 @@ def fit_from_state(
     state: Mapping[str, Any], mean: torch.Tensor, home: torch.device
 ) -> Fit:
     """The inverse, with θ̂ `(P,)` and the directions kept on `home`."""
+    _check_shapes(state, len(mean))
     here = mean.device
     tail = state["basis_tail"]
     basis = NystromBasis(
@@ -111,3 +112,23 @@ def fit_from_state(
         Complement(state["fit_complement"]),
         spans_all=state["spans_all"],
     )
+
+
+def _check_shapes(state: Mapping[str, Any], n_params: int) -> None:
+    """Refuse what does not belong together, before anything is taken over."""
+    rank, width = state["directions"].shape
+    good = {
+        "directions": width == n_params,
+        "eigenvalues": state["eigenvalues"].shape == (rank,),
+        "H": state["H"].shape[-2:] == (rank, rank),
+        "loss": state["loss"].shape == state["H"].shape[:-2],
+        "basis_numels": sum(state["basis_numels"]) == n_params,
+        "output_shape": len(state["output_shape"]) > 0,
+        "dtype": isinstance(getattr(torch, state["dtype"], None), torch.dtype),
+    }
+    wrong = [name for name, fits in good.items() if not fits]
+    if wrong:
+        raise ValueError(
+            f"The checkpoint does not fit together: {', '.join(wrong)} (rank {rank}, "
+            f"{n_params} parameters). Was it changed after la.state_dict()?"
+        )

@@ -17,7 +17,7 @@ from torch.nn.functional import one_hot
 from laplace_ella.derivatives.backends import Curvature
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.probe import Probe
-from laplace_ella.errors import RankWarning, SoftmaxWarning
+from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
 from laplace_ella.fitting import sampling
 from laplace_ella.fitting.memory import (
     MemoryEstimate,
@@ -151,7 +151,8 @@ class Fitter:
         """The same, with model and targets checked on the first few examples: what is
         wrong is told before anything expensive."""
         size = min(getattr(loader, "batch_size", None) or FIRST_LOOK, FIRST_LOOK)
-        few = sampling.subset(loader, indices[:size], size)
+        few = sampling.subset(loader, indices[: max(size, FEW_OUTPUTS)], size)
+        first, outputs = None, []
         for x, y in self.batches(few):
             probe = self.linearizer.probe(x)
             positions = self.linearizer.layout.of(probe.output_shape)
@@ -159,9 +160,11 @@ class Fitter:
             n = batch_size(x, self.linearizer.dict_key_x)
             self.observation.rows(y, n * positions.n_positions, positions)
             f, _ = self.linearizer.outputs(take(x, slice(0, FEW_OUTPUTS), n))
-            warn_about_probabilities(f, self.observation.family)
-            return probe
-        raise ValueError(NO_BATCH)
+            first, outputs = first or probe, [*outputs, f]
+        if first is None:
+            raise ValueError(NO_BATCH)
+        warn_about_probabilities(torch.cat(outputs), self.observation.family)
+        return first
 
     # The basis
 
@@ -275,13 +278,21 @@ class Fitter:
         linearizer, device = self.linearizer, self.linearizer.device
         n_outputs = math.prod(positions.output_shape)
         seen, finite = 0, []
+
+        def add(rows: torch.Tensor) -> None:
+            try:
+                sketch.add(rows)
+            except torch.linalg.LinAlgError:  # a full buffer with NaN in it
+                finite.append(torch.isfinite(sketch.energy))
+                check_finite(finite, "gradients", "while sampling the basis")
+                raise
+
         for x, _ in batches:
             size = batch_size(x, linearizer.dict_key_x)
             if positions.shape:
                 shape = linearizer.probe(x).output_shape
                 check_positions(linearizer.layout.of(shape), positions)
             pairs = np.flatnonzero((where >= seen) & (where < seen + size))
-            finite_rows = []
             for rows in linearizer.row_chunks(
                 x,
                 torch.as_tensor(where[pairs] - seen, device=device),
@@ -291,10 +302,10 @@ class Fitter:
                 ).float(),
                 at_most=len(sketch.buffer),
             ):
-                sketch.add(rows.to(sketch.buffer.device))
-                finite_rows.append(torch.isfinite(rows).all())
-            if finite_rows:
-                finite.append(torch.stack(finite_rows).all())
+                add(rows.to(sketch.buffer.device))
+                del rows  # before the next ones are computed
+            # The sum of all squares is finite as long as all rows are.
+            finite.append(torch.isfinite(sketch.energy))
             seen += size
         check_finite(finite, "gradients", "while sampling the basis")
 
@@ -519,10 +530,9 @@ def warn_about_probabilities(f: torch.Tensor, family: Family) -> None:
         return
     normalized = (f.double().sum(-1) - 1).abs().amax() < 1e-4
     if bool((f >= 0).all() & normalized):
-        warnings.warn(
-            "The outputs of the first batch are non-negative and sum to one, like "
+        warn_caller(
+            "The outputs of the first examples are non-negative and sum to one, like "
             "probabilities. Laplace expects logits: remove the softmax at the end of "
             "the model.",
             SoftmaxWarning,
-            stacklevel=4,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ __all__ = [
 #: Rows of a sketch that survive a full buffer, as multiples of K. Measured on ResNet-20
 #: (K=20, M=2000): eigenvalues within 0.4 % of exact ones, subspace angle 1.2°.
 SKETCH_FACTOR = 5
+
+#: Bytes per entry of a Gram matrix: it and its eigenvectors in float64, and as much
+#: again for the decomposition to work in.
+GRAM_BYTES = 4 * 8
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,9 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Bytes of the way that will be taken."""
-        share = min(1.0, self.capacity / max(1, self.n_samples))
-        return self.basis + int(self.rows * share) + self.pass_
+        kept, gram = min(self.capacity, self.n_samples), GRAM_BYTES * self.n_samples**2
+        row = (self.rows - gram) // max(1, self.n_samples)
+        return self.basis + _rows_bytes(kept, row) + self.pass_
 
     @property
     def fits(self) -> bool:
@@ -104,17 +110,26 @@ def estimate_memory(
     row = n_params * itemsize
     basis = rank * n_params * (basis_itemsize or itemsize)
     least = min(n_samples, rank + 5)
-    free_for_rows = budget - basis - pass_bytes
-    capacity = max(least, min(n_samples, free_for_rows // max(1, row)))
+    free_for_rows = max(0, budget - basis - pass_bytes)
+    # The largest m with m rows and their Gram matrix within that.
+    root = math.isqrt(row**2 + 4 * GRAM_BYTES * free_for_rows)
+    capacity = max(least, min(n_samples, (root - row) // (2 * GRAM_BYTES)))
+    if capacity < n_samples:  # a larger buffer makes the sketch slower, not better
+        capacity = min(capacity, 2 * SKETCH_FACTOR * max(rank, 8))
     return MemoryEstimate(
         basis=basis,
-        rows=n_samples * row + 3 * 8 * n_samples**2,
-        sketch=least * row,
+        rows=_rows_bytes(n_samples, row),
+        sketch=_rows_bytes(least, row),
         pass_=pass_bytes,
         budget=budget,
-        capacity=int(capacity),
+        capacity=capacity,
         n_samples=n_samples,
     )
+
+
+def _rows_bytes(n_rows: int, row: int) -> int:
+    """Bytes of so many gradients and of the decomposition of their Gram matrix."""
+    return n_rows * row + GRAM_BYTES * n_rows**2
 
 
 def check_memory(memory: MemoryEstimate, device: torch.device) -> None:
@@ -134,7 +149,7 @@ def exact_memory(
 ) -> MemoryEstimate:
     """Memory of a fit with the gradients of all pairs, replaced by their directions."""
     row = n_params * itemsize
-    rows = n_pairs * row + 3 * 8 * n_pairs**2
+    rows = _rows_bytes(n_pairs, row)
     return MemoryEstimate(0, rows, rows, pass_bytes, budget, n_pairs, n_pairs)
 
 
@@ -160,7 +175,6 @@ def sketch_sizes(memory: MemoryEstimate, rank: int) -> tuple[int, int]:
     """Capacity and rows kept of the sketch within the estimate's budget."""
     if memory.method == "exact":
         return memory.n_samples + 1, memory.n_samples
-    # A larger buffer than this makes the sketch slower, not better.
-    capacity = min(memory.capacity, 2 * SKETCH_FACTOR * max(rank, 8))
+    capacity = memory.capacity
     keep = min(SKETCH_FACTOR * rank, max(rank + 2, capacity // 2), capacity - 1)
     return capacity, keep

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,8 @@ LARGEST_ERROR = 0.01
 
 def from_numpy(value: Any) -> Any:
     """Numpy arrays, which Laplace refuses, as a number or a tensor."""
+    if isinstance(value, np.generic):
+        return value.item()
     if not isinstance(value, np.ndarray):
         return value
     return value.item() if value.size == 1 else torch.as_tensor(value)
@@ -296,6 +299,10 @@ class FittedLaplace(ParametricLaplace):
 
     @temperature.setter
     def temperature(self, temperature: float) -> None:
+        temperature = from_numpy(temperature)
+        one = isinstance(temperature, torch.Tensor) and temperature.numel() == 1
+        if not one and not isinstance(temperature, (int, float)):
+            raise TypeError(f"temperature must be one number, got {temperature!r}.")
         check_positive("temperature", temperature)
         self._temperature = temperature
         self._posterior_scale = None
@@ -322,9 +329,21 @@ class FittedLaplace(ParametricLaplace):
         return self._prior_precision
 
     @prior_precision.setter
-    def prior_precision(self, prior_precision: float | torch.Tensor) -> None:
+    def prior_precision(
+        self, prior_precision: float | torch.Tensor | np.ndarray
+    ) -> None:
+        prior_precision = from_numpy(prior_precision)
         check_positive("prior_precision", prior_precision)
         set_in_base(self, "prior_precision", prior_precision)
+
+    @property
+    def prior_mean(self) -> float | torch.Tensor:
+        """Prior mean: one number for all weights, or one per weight `(P,)`."""
+        return self._prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, prior_mean: float | torch.Tensor | np.ndarray) -> None:
+        set_in_base(self, "prior_mean", from_numpy(prior_mean))
 
     @property
     def sigma_noise(self) -> torch.Tensor:
@@ -392,6 +411,17 @@ class FittedLaplace(ParametricLaplace):
 
     def _init_H(self) -> None:
         self.H = torch.zeros(0, 0, device=self._device, dtype=torch.float64)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Where the block fails, every attribute is what it was before."""
+        before = self.__dict__.copy()
+        try:
+            yield
+        except BaseException:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
 
     def _adopt(self, fit: Fit) -> None:
         """Become the posterior of a fit: the only place where one is assigned."""
@@ -595,8 +625,7 @@ class FittedLaplace(ParametricLaplace):
         fit = fit_from_state(state_dict, mean, self.fitter.home)
         decided = Modes().to_dict()
         modes = Modes.from_dict({name: state_dict[f"mode_{name}"] for name in decided})
-        before = self.__dict__.copy()
-        try:
+        with self._all_or_nothing():
             self._adopt(fit)
             self.plan = replace(self.plan, seed=state_dict["seed"])
             for name in (
@@ -608,8 +637,4 @@ class FittedLaplace(ParametricLaplace):
                 "enable_backprop",
             ):
                 setattr(self, name, state_dict[name])
-        except BaseException:
-            self.__dict__.clear()
-            self.__dict__.update(before)
-            raise
         self.linearizer.adopt(fit.basis.rank, modes)

@@ -11,12 +11,11 @@ directions Q = D^{-1/2}VR⁻¹ it is
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
-from laplace_ella.errors import NumericalWarning
+from laplace_ella.errors import NumericalWarning, warn_caller
 from laplace_ella.support.batches import has_values
 
 __all__ = [
@@ -60,11 +59,10 @@ def cholesky(matrix: torch.Tensor) -> torch.Tensor:
         jitter = scale * 10.0**exponent
         factor, info = torch.linalg.cholesky_ex(matrix + jitter * eye)
         if not info.any():
-            warnings.warn(
+            warn_caller(
                 f"The posterior precision was not positive definite; {jitter:.1e} was "
                 "added to its diagonal. A larger prior precision avoids this.",
                 NumericalWarning,
-                stacklevel=3,
             )
             return factor
     raise torch.linalg.LinAlgError(  # pyright: ignore[reportPrivateImportUsage]

@@ -6,14 +6,13 @@ J̃ (M, P), orthonormal and nested in K.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from laplace_ella.errors import RankWarning
+from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.support.batches import chunks, has_values
 
 __all__ = ["NystromBasis", "RowSketch", "basis_from_rows"]
@@ -25,6 +24,13 @@ SVD_LIMIT = 2_000_000
 #: Columns that enter one product with all rows, and rows of one block of it.
 GRAM_WIDTH = 16_384
 GRAM_HEIGHT = 256
+
+#: Numbers of one product of all rows with a matrix.
+PRODUCT = 2**22
+
+#: Numbers of which a float64 copy is made. Allocators keep freed blocks of a few MB for
+#: a while, so that many of them in a row take as much memory as all at once.
+BLOCK = 2**16
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class RowSketch:
         self.filled = 0
         self.n_samples = 0
         self.compressed = False
-        self._energy = torch.zeros((), dtype=torch.float64, device=device)
+        self.energy = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, rows: torch.Tensor) -> None:
         """Take in rows `(m, P)`."""
@@ -140,7 +146,7 @@ class RowSketch:
                 self._compress()
             fitting = rows[: len(self.buffer) - self.filled]
             self.buffer[self.filled : self.filled + len(fitting)] = fitting
-            self._energy += _energy(fitting)
+            self.energy += _energy(fitting)
             self.filled += len(fitting)
             rows = rows[len(fitting) :]
 
@@ -172,16 +178,15 @@ class RowSketch:
                 "gradients."
             )
         if n_eigenvalues is not None and rank < n_eigenvalues:
-            warnings.warn(
+            warn_caller(
                 f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
                 f"{self.n_samples} sampled gradients; using {rank}.",
                 RankWarning,
-                stacklevel=5,  # the caller of fit()
             )
         rank = min(rank, wanted)
         if not small:
             orthonormalize_(directions[:rank])
-        known = has_values(self._energy)
+        known = has_values(self.energy)
         directions = directions[:rank]
         if rank < 0.8 * len(self.buffer):  # else next to nothing would be freed
             directions = directions.clone()
@@ -189,7 +194,7 @@ class RowSketch:
             directions,
             eigenvalues[:rank],
             self.n_samples,
-            float(self._energy) if known else float("nan"),
+            float(self.energy) if known else float("nan"),
             "streaming" if self.compressed else ("svd" if small else "gram"),
             self.numels,
             None if self.compressed else eigenvalues[rank:],
@@ -198,7 +203,7 @@ class RowSketch:
 
 def _energy(rows: torch.Tensor) -> torch.Tensor:
     """Σ of all squares in float64, without a float64 copy of all rows."""
-    parts = [rows[:, c].double().square().sum() for c in chunks(rows.shape[1], 65_536)]
+    parts = [part.double().square().sum() for part in rows.reshape(-1).split(BLOCK)]
     return torch.stack(parts).sum()
 
 
@@ -258,11 +263,18 @@ def gram(rows: torch.Tensor, precision: torch.dtype | None = None) -> torch.Tens
     converts = precision not in (None, rows.dtype)
     width = GRAM_WIDTH // 8 if converts else GRAM_WIDTH  # copies should be small
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    dtype = rows.dtype if precision is None else precision
+    room = rows.new_empty(min(GRAM_HEIGHT, len(rows)) * len(rows), dtype=dtype)
     for columns in chunks(rows.shape[1], width):
-        block = rows[:, columns].to(precision)
+        block = rows[:, columns].to(dtype)
         for part in chunks(len(rows), GRAM_HEIGHT):
-            total[part, : part.stop] += block[part] @ block[: part.stop].T
-    return total.tril() + total.tril(-1).T
+            product = _product(block[part], block[: part.stop].T, room)
+            total[part, : part.stop] += product
+    for part in chunks(len(rows), GRAM_HEIGHT):  # in place: copies would be as large
+        total[: part.start, part] = total[part, : part.start].T
+        square = total[part, part]
+        square.copy_(square.tril() + square.tril(-1).T)
+    return total
 
 
 def orthonormalize_(directions: torch.Tensor) -> None:
@@ -282,5 +294,13 @@ def orthonormalize_(directions: torch.Tensor) -> None:
 def _multiply(matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """matrix @ rows into the first rows of `out`, which may be `rows` itself."""
     matrix = matrix.to(rows.dtype)
-    for columns in chunks(rows.shape[1], GRAM_WIDTH):
-        out[: len(matrix), columns] = matrix @ rows[:, columns]
+    width = max(1024, min(GRAM_WIDTH, PRODUCT // max(1, len(matrix))))
+    room = rows.new_empty(len(matrix) * min(width, rows.shape[1]))
+    for columns in chunks(rows.shape[1], width):
+        out[: len(matrix), columns] = _product(matrix, rows[:, columns], room)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """ab in memory that is used again, and not in low precision under autocast."""
+    n, m = len(a), b.shape[1]
+    return torch.mm(a, b, out=room[: n * m].view(n, m))

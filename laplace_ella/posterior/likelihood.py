@@ -14,7 +14,7 @@ from laplace.utils.enums import Likelihood
 from torch.nn import functional as F
 
 from laplace_ella.support.batches import has_values
-from laplace_ella.support.layout import Positions
+from laplace_ella.support.layout import OutputLayout, Positions
 
 __all__ = [
     "IGNORED",
@@ -78,7 +78,7 @@ def target_rows(
             kind = "Regression" if family.is_regression else "Multi-label"
             raise ValueError(
                 f"{kind} targets must have the shape of the model's output, "
-                f"{per_output}, got {tuple(y.shape)}. {_reshaped(y, per_output)}"
+                f"{per_output}, got {tuple(y.shape)}. {_reshaped(y, size, positions)}"
             )
         rows = positions.rows(y.flatten(1))
     elif tuple(y.shape) == per_output and floating:
@@ -97,11 +97,15 @@ def target_rows(
     return rows
 
 
-def _reshaped(y: torch.Tensor, shape: tuple[int, ...]) -> str:
+def _reshaped(y: torch.Tensor, size: int, positions: Positions) -> str:
     """How targets of the right number of values get the right shape, if they can."""
-    missing = [d for d in range(len(shape)) if y.unsqueeze(d).shape == shape]
-    if y.ndim == len(shape) - 1 and missing:
-        return f"Reshape the targets with y.unsqueeze({missing[0]})."
+    shape = (size, *positions.output_shape)
+    first = positions.layout is OutputLayout.CHANNELS_FIRST
+    channels = 1 if first else len(shape) - 1
+    # Most likely that of the channels is missing; others may have length one as well.
+    for dim in (channels, *range(1, len(shape))):
+        if y.ndim == len(shape) - 1 and y.unsqueeze(dim).shape == shape:
+            return f"Reshape the targets with y.unsqueeze({dim})."
     return "Reshape the targets, or return this shape from the model."
 
 
@@ -138,10 +142,11 @@ def _check_values(rows: torch.Tensor, positions: Positions, family: Family) -> N
         return
     low, high, C = int(known.min()), int(known.max()), positions.n_channels
     if low < 0 or high >= C:
+        mark = high if high >= C else low
         ignore = (
             f" Positions without a target have the class {IGNORED} here, as in torch's "
             "cross-entropy; replace your own mark of them, for example "
-            f"y[y == {high}] = {IGNORED}."
+            f"y[y == {mark}] = {IGNORED}."
             if positions.shape
             else ""
         )

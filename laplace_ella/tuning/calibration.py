@@ -6,13 +6,12 @@ Index legend: N data, C outputs.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
 from scipy.optimize import brentq
 
-from laplace_ella.errors import BorderWarning
+from laplace_ella.errors import BorderWarning, warn_caller
 from laplace_ella.metrics import IGNORED
 
 __all__ = ["temperature_scaling"]
@@ -137,10 +136,9 @@ def _observed(
 
 
 def _border(temperature: float, why: str) -> float:
-    warnings.warn(
+    warn_caller(
         f"The temperature is {temperature:g}, the border of the range; {why}. Use more "
         "validation data, or none of the training data.",
         BorderWarning,
-        stacklevel=3,
     )
     return temperature

@@ -14,6 +14,7 @@ from tqdm.auto import trange
 from laplace_ella.posterior.fit import Fit
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.support.batches import has_values
 from laplace_ella.tuning.eigenbasis import (
     EigenPosterior,
     LayerPosterior,
@@ -110,7 +111,21 @@ def climb(
             adam.zero_grad()
             (-evidence(log_prior.exp(), sigma)).backward()
             adam.step()
-    return log_prior.detach().exp()
+    chosen = log_prior.detach().exp()
+    with torch.no_grad():
+        value = evidence(chosen, sigma)
+    if has_values(value) and not torch.isfinite(value):
+        raise _undefined(evidence)
+    return chosen
+
+
+def _undefined(evidence: Evidence) -> ValueError:
+    return ValueError(
+        "The evidence is NaN or infinite: sigma_noise "
+        f"{evidence.observation.sigma_noise.tolist()}, loss of the training data "
+        f"{evidence.fit.sums.loss.tolist()}. Nothing was changed; check the targets "
+        "and start from other values."
+    )
 
 
 def maximize(
@@ -146,12 +161,7 @@ def maximize(
 
     def restart() -> tuple[torch.Tensor, torch.Tensor]:
         if best is None:
-            raise ValueError(
-                "The evidence is NaN or infinite from the start: sigma_noise "
-                f"{evidence.observation.sigma_noise.tolist()}, loss of the training "
-                f"data {evidence.fit.sums.loss.tolist()}. Nothing was changed; check "
-                "the targets and start from other values."
-            )
+            raise _undefined(evidence)
         return best[1], best[2]
 
     with torch.enable_grad():

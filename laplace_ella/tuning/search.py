@@ -7,7 +7,6 @@ factorisation and small products, and an exception leaves the fit as it was.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -16,7 +15,7 @@ import torch
 from scipy.optimize import minimize, minimize_scalar
 from tqdm.auto import tqdm
 
-from laplace_ella.errors import BorderWarning
+from laplace_ella.errors import BorderWarning, warn_caller
 from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.tuning.validation import Validator
 
@@ -97,13 +96,12 @@ def search_grid(
 def _warn_at_border(name: str, log_value: float, bounds: tuple[float, float]) -> None:
     """Tell that a search may have been cut short."""
     if min(abs(log_value - bounds[0]), abs(log_value - bounds[1])) < 0.05:
-        warnings.warn(
+        warn_caller(
             f"The best {name}, {10**log_value:.3g}, lies at the border of the range "
             f"{10 ** bounds[0]:.3g} to {10 ** bounds[1]:.3g} that was searched: the "
             "prior precision may not suit the data. Tune both (tune_prior=True) or "
             "widen the range of the prior.",
             BorderWarning,
-            stacklevel=4,
         )
 
 
