@@ -282,7 +282,8 @@ class Fitter:
         def add(rows: torch.Tensor) -> None:
             try:
                 sketch.add(rows)
-            except torch.linalg.LinAlgError:  # a full buffer with NaN in it
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+                # A full buffer with NaN in it.
                 finite.append(torch.isfinite(sketch.energy))
                 check_finite(finite, "gradients", "while sampling the basis")
                 raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +26,7 @@ from laplace_ella.derivatives.model_function import (
 )
 from laplace_ella.derivatives.options import ComputeOptions
 from laplace_ella.derivatives.rows import RowMode
-from laplace_ella.errors import NotFittedError, NumericalWarning
+from laplace_ella.errors import NotFittedError, NumericalWarning, warn_caller
 from laplace_ella.fitting.checkpoint import (
     check_identity,
     fit_from_state,
@@ -77,14 +76,13 @@ def warn_about_rounding(fit: Fit, posterior: SubspacePosterior) -> None:
     error = fit.variance_error(posterior)
     if error > LARGEST_ERROR:
         precision = str(fit.dtype).removeprefix("torch.")
-        warnings.warn(
+        warn_caller(
             "Variances at inputs like the training data have a relative error of about "
             f"{error:.1g}: derivatives are in {precision}, and the smallest prior "
             f"precision is {float(posterior.prior.min()):.1g}. Use a float64 model "
             "(model.double()), a larger memory_budget if that is what kept derivatives "
             "from float64, or a larger prior precision.",
             NumericalWarning,
-            stacklevel=4,
         )
 
 

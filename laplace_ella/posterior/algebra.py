@@ -81,7 +81,8 @@ class _LogDet(torch.autograd.Function):
         return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *grad_outputs: Any) -> torch.Tensor:
+        (grad,) = grad_outputs
         matrix, factor = ctx.saved_tensors
         twice = torch.is_grad_enabled()  # the gradient is differentiated in turn
         inverse = torch.linalg.inv(matrix) if twice else torch.cholesky_inverse(factor)

@@ -117,10 +117,10 @@ def with_eigenvalues(
     Without their eigenvectors, which features need and the evidence does not, they
     take a third of the time.
     """
-    if eigenvalues is None:
-        eigenvalues = torch.linalg.eigvalsh(posterior.H.double())
+    H = posterior.H.double()
+    values = torch.linalg.eigvalsh(H) if eigenvalues is None else eigenvalues
     return EigenPosterior(
-        eigenvalues.clamp_min(0),
+        values.clamp_min(0),
         posterior.factor,
         posterior.prior,
         posterior.needs_residual,
