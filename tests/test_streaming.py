@@ -249,9 +249,10 @@ def ella(model, m, rows=None, loader=None, k=8, **kwargs):
     options = {"subsample_size": m, "n_eigenvalues": k, "feature_mode": "forward"}
     la = ELLALaplace(model, "classification", **(options | kwargs))
     if rows is not None:
-        estimate = la.estimate_memory(loader)
         row = la.n_params * 8
-        la.memory_budget = 2 * k * row + estimate.pass_ + rows * row
+        for _ in range(10):  # passes shrink with the budget
+            passed = la.estimate_memory(loader).pass_
+            la.memory_budget = 2 * k * row + passed + rows * row + 32 * rows**2
     return la
 
 
