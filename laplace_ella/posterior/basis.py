@@ -188,7 +188,9 @@ class RowSketch:
             orthonormalize_(directions[:rank])
         known = has_values(self.energy)
         directions = directions[:rank]
-        if rank < 0.8 * len(self.buffer):  # else next to nothing would be freed
+        if n_eigenvalues is not None and rank < 0.8 * len(self.buffer):
+            # Frees most of the buffer; where all directions were asked for there may
+            # be no room for a copy, and little to free.
             directions = directions.clone()
         return NystromBasis(
             directions,

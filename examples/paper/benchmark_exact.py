@@ -1,6 +1,6 @@
 """Cost of exact linearised Laplace: `n_eigenvalues="exact"` against laplace-torch.
 
-    python examples/benchmark_exact.py --data-root DATA
+    python examples/paper/benchmark_exact.py --data-root DATA
 
 The same networks, data and steps by this package and by laplace-torch's `full` (P×P)
 and `gp` (kernel of all data): fit, 100 steps of the evidence, prediction of 1,000
@@ -376,9 +376,7 @@ def main(argv: list[str] | None = None) -> None:
     results = Results(args.out / name, settings)
     names = [args.only] if args.only else SECTIONS
     sections = [SECTIONS[name](args, results) for name in names]
-    head = (
-        "# What exact linearised Laplace costs\n\n`python examples/benchmark_exact.py`"
-    )
+    head = "# What exact linearised Laplace costs\n\n`python examples/paper/benchmark_exact.py`"
     head += ", CPU seconds of one thread, peak growth of the resident memory.\n\n"
     head += "\n".join(f"- {key}: {value}" for key, value in about.items())
     text = "\n\n".join([head, *sections])
