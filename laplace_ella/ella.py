@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from laplace.utils.enums import (
     LinkApprox,
@@ -585,9 +586,9 @@ or None, default=None
                 for k, value in enumerate(evidence, start=1)
             ]
         candidates = range(1, self.rank + 1) if ranks is None else sorted(ranks)
-        for k in candidates:
-            positive_int("ranks", k)
-        if not candidates or candidates[0] < 1 or candidates[-1] > self.rank:
+        whole = all(isinstance(k, (int, np.integer)) for k in candidates)
+        within = whole and candidates and 1 <= candidates[0]
+        if not within or candidates[-1] > self.rank:
             raise ValueError(
                 f"ranks must be some of 1..{self.rank}, got {list(candidates)}; fit "
                 "with a larger n_eigenvalues for larger ones."

@@ -676,7 +676,10 @@ def test_the_row_of_ella_follows_its_own_estimate(classification, kwargs):
     needed = estimate.total if own else estimate.needed
     (result,) = classification.compare({"ella": kwargs}, memory_budget=needed, **one)
     assert result.ok, result.status
-    below = needed - 100
+    below = needed - 100 if own else 1000
+    if not own:  # passes are smaller within a small budget, and so is what is needed
+        la.memory_budget = below
+        needed = la.estimate_memory(classification.train).needed
     (result,) = classification.compare({"ella": kwargs}, memory_budget=below, **one)
     assert result.status == (
         f"skipped: would need {human_bytes(needed)} (limit {human_bytes(below)})"

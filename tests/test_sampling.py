@@ -217,7 +217,7 @@ def test_loads_only_what_it_needs():
     data = Recorded()
     counts(loader(data), 3)
     extra = int(data.loads.sum()) - N  # beyond the one pass for the curvature
-    assert extra <= 3 + 5  # the samples, and one batch to see the outputs
+    assert extra <= 3 + 8  # the samples, and a few to see the outputs
 
 
 @pytest.mark.parametrize("m", [3, 10**6])
