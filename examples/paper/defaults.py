@@ -155,6 +155,21 @@ def table(title: str, rows: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def short(results: dict[str, Any]) -> str:
+    """Regression in one table: NLL and coverage, noise and prior by the evidence."""
+    names = ["default", "the paper's", "K = 20, complement kept"]
+    lines = ["| test NLL (coverage of 95 % intervals) | " + " | ".join(names) + " |"]
+    lines.append("|---" * (len(names) + 1) + "|")
+    for data, rows in results.items():
+        if "nll_noise" in rows["default"]:
+            cells = [
+                f"{rows[n]['nll_noise']:.2f} ({rows[n]['coverage_noise']:.2f})"
+                for n in names
+            ]
+            lines.append(f"| {data} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
@@ -182,6 +197,7 @@ def main() -> None:
         "after `optimize_prior_precision()` with `sigma_noise=1`, as the constructor "
         "has it. Targets are standardised. `coverage`: of 95 % intervals."
     )
+    (args.out / "short.md").write_text(short(results))
     page = f"# Defaults\n\nWritten by `{command}`. {notes}\n\n{text}\n"
     (args.out / "README.md").write_text(page)
     print(page)
