@@ -486,3 +486,38 @@ def test_labels_by_private_names():
     la = fit(case, multi_label=True)
     samples = la._nn_predictive_samples(case.x_test, 4)
     assert not torch.allclose(samples.sum(-1), torch.ones_like(samples[..., 0]))
+
+
+# --- groups of inputs ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("complement", ["drop", "prior"])
+@pytest.mark.parametrize("n_outputs", [1, 3])
+def test_joint_predictive_of_groups(n_outputs, complement):
+    """Each group has the joint distribution that it has alone, with its gradients."""
+    torch.manual_seed(0)
+    model = mlp(2, 6, n_outputs).double()
+    x, y = torch.randn(20, 2).double(), torch.randn(20, n_outputs).double()
+    la = laplace.Laplace(
+        model,
+        "regression",
+        "all",
+        "nystrom",
+        n_eigenvalues=7,
+        complement=complement,
+        enable_backprop=True,
+    )
+    la.fit(DataLoader(TensorDataset(x, y), batch_size=10))
+    groups = torch.randn(4, 3, 2).double().requires_grad_()
+    mean, covariance = la.joint_predictive(groups)
+    assert mean.shape == (4, 3 * n_outputs)
+    assert covariance.shape == (4, 3 * n_outputs, 3 * n_outputs)
+    for i in range(4):
+        one_mean, one_covariance = la(groups[i], joint=True)
+        torch.testing.assert_close(mean[i], one_mean)
+        torch.testing.assert_close(covariance[i], one_covariance)
+    (gradient,) = torch.autograd.grad(covariance[1].sum(), groups)
+    assert gradient[1].abs().sum() > 0
+    assert not gradient[[0, 2, 3]].any()
+    with pytest.raises(ValueError, match=r"\(b, q, ...\).*\(3, 2\).*joint=True"):
+        la.joint_predictive(groups[0])

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -240,3 +241,53 @@ def test_clear_errors():
             decompose(la, case.x_test, wrong)
     with pytest.raises(ValueError, match="generator"):
         decompose(la, case.x_test, generator=3)
+
+
+# --- other members of the family, and loaders ----------------------------------------
+
+FAMILY = [("all", "kron"), ("all", "diag"), ("last_layer", "full"), ("all", "nystrom")]
+
+
+@pytest.mark.parametrize("structure", FAMILY, ids="-".join)
+def test_regression_of_the_family(structure):
+    """Variances add up: that of the function, and the noise."""
+    case = make("regression_3")
+    la = Laplace(case.model, "regression", *structure, sigma_noise=0.4)
+    la.fit(case.loader())
+    mean, covariance = la(case.x_test)
+    parts = decompose(la, case.x_test)
+    torch.testing.assert_close(parts.mean, mean)
+    variances = covariance.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(parts.epistemic, variances)
+    torch.testing.assert_close(parts.total, variances + 0.16)
+    assert parts.measure is UncertaintyMeasure.VARIANCE
+
+
+@pytest.mark.parametrize("structure", FAMILY[:3], ids="-".join)
+def test_classification_of_the_family(structure):
+    """Entropies against a large sample from the covariance that Laplace has."""
+    case = make("classification_mlp")
+    la = Laplace(case.model, "classification", *structure, prior_precision=3.0)
+    la.fit(case.loader())
+    f_mu, f_var = la._glm_predictive_distribution(case.x_test)
+    mean, total, aleatoric = by_hand(f_mu.detach(), f_var.detach(), 20_000)
+    parts = decompose(la, case.x_test, n_samples=20_000)
+    close = {"rtol": 0, "atol": 0.03}
+    torch.testing.assert_close(parts.mean, mean, **close)
+    torch.testing.assert_close(parts.total, total, **close)
+    torch.testing.assert_close(parts.epistemic, total - aleatoric, **close)
+
+
+@pytest.mark.parametrize("name", ["regression_3", "classification_mlp"])
+def test_of_a_loader(name):
+    """Batch after batch, the same as all at once; targets play no part."""
+    case = make(name)
+    la = fit(case)
+    state = torch.get_rng_state()
+    parts = decompose(la, case.loader(5))
+    assert torch.equal(torch.get_rng_state(), state)
+    whole = decompose(la, case.x)
+    torch.testing.assert_close(parts.mean, whole.mean, rtol=0.2, atol=0.1)
+    assert parts.total.shape == whole.total.shape
+    if name == "regression_3":
+        torch.testing.assert_close(parts.epistemic, whole.epistemic)

@@ -198,6 +198,31 @@ class PredictingLaplace(FittedLaplace):
             return torch.cat(mean).to(self._dtype), torch.cat(variance).to(self._dtype)
         return torch.cat(parts).to(self._dtype)
 
+    def joint_predictive(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and covariance of groups of inputs, as BoTorch's acquisition functions
+        ask for them.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            b groups of q inputs, `(b, q, ...)`
+
+        Returns
+        -------
+        tuple of torch.Tensor
+            `(b, q·C)` and `(b, q·C, q·C)`, without observation noise; inputs of
+            different groups are not related to each other
+        """
+        if not isinstance(x, torch.Tensor) or x.ndim < 3 or not x.numel():
+            got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(
+                "joint_predictive takes a tensor of b groups of q inputs, (b, q, ...), "
+                f"got {got}. For one group use la(x, joint=True)."
+            )
+        with self.predicting() as predictor:
+            flat = to_device(x, self._device).flatten(0, 1)
+            return predictor.joint_groups(flat, x.shape[1])
+
     def functional_samples(
         self,
         x: torch.Tensor | MutableMapping[str, Any],

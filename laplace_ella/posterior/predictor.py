@@ -132,6 +132,23 @@ class Predictor:
             covariance = self.posterior.joint_covariance(phi, residual)
             return f.flatten().to(self.dtype), covariance.to(self.dtype)
 
+    def joint_groups(
+        self, x: torch.Tensor, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for each of b groups of `size` inputs: `(b, n)` and `(b, n, n)`."""
+        if self.posterior.needs_residual:  # Jacobians of one group at a time
+            parts = [self.joint(group) for group in x.split(size)]
+            means, covariances = zip(*parts, strict=True)
+            return torch.stack(means), torch.stack(covariances)
+        f, phi, _ = self._joint_parts(x)
+        n_groups = len(x) // size
+        with full_precision(self.linearizer.device):
+            covariance = self.posterior.joint_covariance(
+                phi.unflatten(0, (n_groups, -1)), None
+            )
+        mean = f.reshape(n_groups, -1)
+        return mean.to(self.dtype), covariance.to(self.dtype)
+
     def joint_samples(
         self, x: Any, n_samples: int, generator: torch.Generator | None
     ) -> torch.Tensor:
