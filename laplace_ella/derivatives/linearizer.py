@@ -706,7 +706,9 @@ class Linearizer:
     def _costs(self, batch: Batch, rank: int) -> dict[FeatureMode, float]:
         """Expected costs of one example's features, in forward passes."""
         one = batch.take(slice(0, 1))
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        # Fused attention is one operator, whose multiplications are not counted.
+        kernels, counter = differentiable_kernels(), FlopCounterMode(display=False)
+        with torch.no_grad(), kernels, counter:
             f = self.fn(self.fn.parameters(), one.inputs)
         multiplications = max(counter.get_total_flops() / 2, self.n_params)
         n_outputs = f.numel()
