@@ -29,8 +29,8 @@ TANGENT_BYTES = {"cpu": (2**23, 3 * 2**23), "cuda": (2**29, 2**29)}
 #: Bytes of gradients and activations that one reverse-mode pass need not save on.
 GRADIENT_BYTES = {"cpu": 2**25, "cuda": 2**30}
 
-#: Examples of a reverse-mode pass that are worth more memory than that.
-ENOUGH_EXAMPLES = 64
+#: Gradients of a reverse-mode pass that are worth more memory than that.
+ENOUGH_GRADIENTS = 64
 
 #: Tangents of a forward-mode pass that are worth more memory than that.
 ENOUGH_TANGENTS = 32
@@ -127,7 +127,9 @@ class PassSizes:
         each = max(1, self.row_bytes(rows_per_example))
         by_cache = 2 * self._limit(GRADIENT_BYTES) // each
         by_memory = self._pass_limit // each
-        return max(1, min(max(ENOUGH_EXAMPLES, by_cache), by_memory))
+        return max(
+            1, min(max(ENOUGH_GRADIENTS // rows_per_example, by_cache), by_memory)
+        )
 
     def outputs_at_once(self, n_outputs: int) -> int:
         """How many of one example's rows fit into one reverse-mode pass.
