@@ -34,6 +34,7 @@ from laplace_ella.comparison.predictions import (
 from laplace_ella.comparison.settings import Settings
 from laplace_ella.support import batches
 from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.links import Link
 from laplace_ella.support.resources import Stopwatch
 from laplace_ella.tuning.calibration import temperature_scaling
 
@@ -240,6 +241,8 @@ def _fit_laplace(
     def predict(x: Any, link: str) -> Any:
         # Sampled weights are averaged behind the link; Laplace calls that 'mc'.
         link = "mc" if method.prediction_type == "nn" else link
+        if link == Link.PROBIT_CENTERED and not method.is_ella:
+            raise NotImplementedError(f"laplace-torch has no link {link!r}")
         return la(
             x,
             pred_type=method.prediction_type,
@@ -300,7 +303,9 @@ def _link_options(method: Method, settings: Settings) -> dict[str, Any]:
         return {"link_approx": "mc", "n_samples": settings.n_samples}
     if settings.is_regression:
         return {}
-    return {"link_approx": settings.links[0], "n_samples": settings.n_samples}
+    # laplace-torch knows all links but one.
+    known = [k for k in settings.links if method.is_ella or k != Link.PROBIT_CENTERED]
+    return {"link_approx": (*known, "mc")[0], "n_samples": settings.n_samples}
 
 
 def categorical_nll(probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
