@@ -27,7 +27,8 @@ from laplace_ella.fitting.memory import MemoryEstimate
 from laplace_ella.fitting.stopping import EarlyStopping, augmented_validation
 from laplace_ella.last_layer import ELLALLLaplace
 from laplace_ella.posterior.basis import NystromBasis
-from laplace_ella.posterior.subspace import Complement, SubspacePosterior
+from laplace_ella.posterior.outside import Complement
+from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.layout import OutputLayout
 from laplace_ella.support.links import Link
 from laplace_ella.support.presets import PAPER

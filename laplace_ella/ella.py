@@ -28,7 +28,8 @@ from laplace_ella.fitting.stopping import EarlyStopping, check_stopping
 from laplace_ella.interface.predicting import PredictingLaplace
 from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.posterior.likelihood import Family
-from laplace_ella.posterior.subspace import Complement, SubspacePosterior
+from laplace_ella.posterior.outside import Complement
+from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.checks import (
     check_positive,
     member,

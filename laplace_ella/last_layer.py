@@ -19,7 +19,7 @@ from laplace_ella.ella import ELLALaplace
 from laplace_ella.fitting import sampling
 from laplace_ella.fitting.memory import MemoryEstimate
 from laplace_ella.posterior.fit import Fit
-from laplace_ella.posterior.subspace import Complement
+from laplace_ella.posterior.outside import Complement, EvidenceOf
 from laplace_ella.support.layout import OutputLayout
 
 __all__ = ["ELLALLLaplace"]
@@ -65,7 +65,8 @@ class ELLALLLaplace(ELLALaplace):
         n_eigenvalues: int | str | None = None,
         seed: int = 1234,
         balanced: bool = False,
-        complement: Complement | str | None = None,
+        complement: Complement | str | float | None = None,
+        evidence: EvidenceOf | str = EvidenceOf.WHOLE,
         stochastic: bool | int = False,
         output_layout: OutputLayout | str = OutputLayout.FLAT,
         softmax_temperature: float = 1.0,
@@ -97,6 +98,7 @@ class ELLALLLaplace(ELLALaplace):
             seed=seed,
             balanced=balanced,
             complement=complement,
+            evidence=evidence,
             stochastic=stochastic,
             output_layout=output_layout,
             softmax_temperature=softmax_temperature,

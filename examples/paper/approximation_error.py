@@ -129,7 +129,9 @@ def study(
             for la.complement in ("drop", "prior"):
                 posterior = la.posterior.truncate(k)
                 part = features.serving(posterior)
-                values = posterior.function_values(part.f_mu, part.phi, part.residual)
+                values = posterior.function_values(
+                    part.f_mu, part.phi, part.residual, part.unseen
+                )
                 errors = relative_errors(values.covariance(), kappa)
                 ella.append(float(errors.mean()))
             points.append(Point(M, k, error.relative, error.relative_trace, *ella))

@@ -66,16 +66,19 @@ class Features:
     residual : torch.Tensor, optional
         the part of JD⁻¹Jᵀ outside the basis at each position, `(B·S, C, C)`; see
         `split_gradients`
+    unseen : torch.Tensor, optional
+        the part of JJᵀ outside a span of gradients, `(B·S, C, C)`; see `Span`
     """
 
     f: torch.Tensor
     phi: torch.Tensor
     positions: Positions
     residual: torch.Tensor | None = None
+    unseen: torch.Tensor | None = None
 
     def is_finite(self) -> torch.Tensor:
         """Whether no number is NaN or infinite, without waiting for the device."""
-        tensors = (self.f, self.phi, self.residual)
+        tensors = (self.f, self.phi, self.residual, self.unseen)
         flags = [torch.isfinite(t).all() for t in tensors if t is not None]
         return torch.stack(flags).all()
 

@@ -54,6 +54,7 @@ from laplace_ella.support.layout import OutputLayout, Positions, check_outputs
 from laplace_ella.support.metric import Metric, split_gradients
 from laplace_ella.support.preserve import differentiable_kernels, full_precision
 from laplace_ella.support.resources import budget_of, human_bytes, parse_bytes
+from laplace_ella.support.span import Span
 
 __all__ = ["Linearizer", "Modes", "Probe"]
 
@@ -727,6 +728,7 @@ class Linearizer:
         directions: torch.Tensor,
         metric: Metric | None = None,
         create_graph: bool = False,
+        span: Span | None = None,
     ) -> Features:
         """Outputs, features and what lies outside the basis, by reverse mode.
 
@@ -738,6 +740,8 @@ class Linearizer:
             in which gradients are measured, see `split_gradients`
         create_graph : bool
             whether the result can be differentiated in x
+        span : Span, optional
+            outside of which there is a part that is asked for as well
         """
         create_graph = create_graph and torch.is_grad_enabled()
         batch = self._batch(x)
@@ -745,17 +749,23 @@ class Linearizer:
         S, C, K = positions.n_positions, positions.n_channels, len(directions)
         if not batch.size:
             f, phi = self._nothing(C), self._nothing(C, K)
-            return Features(f, phi, positions, self._nothing(C, C))
+            nothing = self._nothing(C, C)
+            unseen = None if span is None else nothing
+            return Features(f, phi, positions, nothing, unseen)
         self._check_result(
             f"The residuals (C, C) of C={C} outputs at {batch.size * S} positions",
             batch.size * S * C * C,
         )
         directions = directions.to(self.device, self.dtype)  # once, not per chunk
-        split = partial(split_gradients, directions=directions, metric=metric)
+        split = partial(
+            split_gradients, directions=directions, metric=metric, span=span
+        )
         parts = []
         for part in self._example_parts(batch):
             at_once = self._outputs_at_once(part)
             rows_of = partial(self._differentiate, part, create_graph=create_graph)
             parts += residual_parts(rows_of, split, positions, at_once)
-        f, phi, residual = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return Features(f, phi, positions, residual)
+        f, phi, residual, *unseen = (
+            torch.cat(tensors) for tensors in zip(*parts, strict=True)
+        )
+        return Features(f, phi, positions, residual, *unseen)

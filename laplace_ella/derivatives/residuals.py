@@ -18,22 +18,22 @@ __all__ = ["residual_parts"]
 #: Outputs (B, O) and rows (B, o, P) of the Jacobians, for indices (o,) of outputs.
 RowsOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-#: Gradients (..., P) to their features (..., K) and what is left of them (..., P).
-Split = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+#: Gradients (..., P) to their features (..., K) and parts of what is left of them.
+Split = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 def residual_parts(
     rows_of: RowsOf, split: Split, positions: Positions, at_once: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Outputs (r, C), features (r, C, K) and residuals (r, C, C), some positions at a
-    time.
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Outputs (r, C), features (r, C, K) and residuals (r, C, C), one for each part
+    that is left, some positions at a time.
 
     Parameters
     ----------
     rows_of : callable
         differentiates the B examples; one example only, unless all its rows fit
     split : callable
-        see `split_gradients`
+        see `split_gradients` and `Span`
     at_once : int
         rows of one example that may be in memory
     """
@@ -52,35 +52,41 @@ def residual_parts(
     else:
         for s in range(S):
             blocks = order[s].split(max(1, at_once // 2))
-            f, phi, residual = _residual_in_tiles(rows_of, split, blocks)
-            yield positions.rows(f)[s : s + 1], phi, residual
+            f, phi, *residuals = _residuals_in_tiles(rows_of, split, blocks)
+            yield positions.rows(f)[s : s + 1], phi, *residuals
 
 
-def _square(phi: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features as they are, and the products (r, C, C) of the rest (r, C, P)."""
-    return phi, accurate_product(rest, rest)
+def _square(phi: torch.Tensor, *rests: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Features as they are, and the products (r, C, C) of the rests (r, C, ...)."""
+    return phi, *(accurate_product(rest, rest) for rest in rests)
 
 
-def _residual_in_tiles(
+def _residuals_in_tiles(
     rows_of: RowsOf, split: Split, blocks: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs (1, O), features (1, C, K) and residual (1, C, C) of one position, whose
+) -> tuple[torch.Tensor, ...]:
+    """Outputs (1, O), features (1, C, K) and residuals (1, C, C) of one position, whose
     outputs come in blocks: no more than two blocks of rows are in memory."""
     phis: list[torch.Tensor] = []
-    tiles: dict[tuple[int, int], torch.Tensor] = {}
+    tiles: dict[tuple[int, int], list[torch.Tensor]] = {}
     f = None
     for i, block in enumerate(blocks):
         f, J = rows_of(block)
-        phi, left = split(J)
+        phi, *lefts = split(J)
         phis.append(phi)
-        tiles[i, i] = accurate_product(left, left)
+        tiles[i, i] = [accurate_product(left, left) for left in lefts]
         del J
         for j in range(i):
-            right = split(rows_of(blocks[j])[1])[1]
-            tiles[i, j] = accurate_product(left, right)
-            tiles[j, i] = tiles[i, j].mT
-            del right
+            rights = split(rows_of(blocks[j])[1])[1:]
+            tiles[i, j] = [
+                accurate_product(left, right)
+                for left, right in zip(lefts, rights, strict=True)
+            ]
+            tiles[j, i] = [tile.mT for tile in tiles[i, j]]
+            del rights
     assert f is not None  # there is at least one output
     n = range(len(blocks))
-    residual = torch.cat([torch.cat([tiles[i, j] for j in n], -1) for i in n], -2)
-    return f, torch.cat(phis, dim=1), residual
+    residuals = [
+        torch.cat([torch.cat([tiles[i, j][part] for j in n], -1) for i in n], -2)
+        for part in range(len(tiles[0, 0]))
+    ]
+    return f, torch.cat(phis, dim=1), *residuals

@@ -77,17 +77,17 @@ def not_all_once(n_data: int) -> str:
 
 def kappa_ella(posterior: SubspacePosterior, Js: torch.Tensor) -> torch.Tensor:
     """κ_ELLA(x, x) (B, C, C), float64, for Jacobians (B, C, P)."""
-    phi, residual = products(posterior, Js)
-    return posterior.function_values(phi[..., 0], phi, residual).covariance()
+    phi, *residuals = products(posterior, Js)
+    return posterior.function_values(phi[..., 0], phi, *residuals).covariance()
 
 
 def products(
     posterior: SubspacePosterior, Js: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, ...]:
     """What the posterior needs of Jacobians (..., C, P), in float64."""
     directions = posterior.basis.directions.to(Js)
-    phi, rest = split_gradients(Js, directions, posterior.metric)
+    phi, *rests = split_gradients(Js, directions, posterior.metric, posterior.span)
     if not posterior.needs_residual:
-        return phi.double(), None
-    rest = rest.double()
-    return phi.double(), rest @ rest.mT
+        return (phi.double(),)
+    rests = [rest.double() for rest in rests]
+    return phi.double(), *(rest @ rest.mT for rest in rests)

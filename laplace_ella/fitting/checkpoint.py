@@ -13,8 +13,9 @@ import torch
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.fit import Fit, Sums
-from laplace_ella.posterior.subspace import Complement
+from laplace_ella.posterior.outside import Complement
 from laplace_ella.support.fingerprint import differences, fingerprint
+from laplace_ella.support.span import Sketch, Span
 
 __all__ = ["check_identity", "fit_from_state", "identity", "state_of_fit"]
 
@@ -76,6 +77,8 @@ def state_of_fit(fit: Fit) -> dict[str, Any]:
         "dtype": str(fit.dtype).removeprefix("torch."),
         "fit_complement": fit.complement.value,
         "spans_all": fit.spans_all,
+        "curvature_rows": fit.curvature_rows,
+        "span": _state_of_span(fit.span),
         "directions": fit.basis.directions,
         "eigenvalues": fit.basis.eigenvalues,
         "basis_tail": fit.basis.tail,
@@ -111,7 +114,33 @@ def fit_from_state(
         getattr(torch, state["dtype"]),
         Complement(state["fit_complement"]),
         spans_all=state["spans_all"],
+        # Older checkpoints have neither.
+        curvature_rows=state.get("curvature_rows", False),
+        span=_span_from_state(state.get("span"), home),
     )
+
+
+def _state_of_span(span: Span | None) -> dict[str, Any] | None:
+    if span is None:
+        return None
+    return {
+        "directions": span.directions,
+        "signs": span.sketch.signs,
+        "size": span.sketch.size,
+        "usual": span.usual,
+        "largest": span.largest,
+    }
+
+
+def _span_from_state(
+    state: Mapping[str, Any] | None, home: torch.device
+) -> Span | None:
+    if state is None:
+        return None
+    signs = state["signs"]
+    sketch = Sketch(None if signs is None else signs.to(home), state["size"])
+    directions = state["directions"].to(home)
+    return Span(directions, sketch, state["usual"], state["largest"])
 
 
 def _check_shapes(state: Mapping[str, Any], n_params: int) -> None:

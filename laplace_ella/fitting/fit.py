@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import warnings
@@ -29,16 +30,18 @@ from laplace_ella.fitting.memory import (
 )
 from laplace_ella.fitting.stopping import EarlyStopping
 from laplace_ella.posterior import likelihood
-from laplace_ella.posterior.basis import NystromBasis, RowSketch
+from laplace_ella.posterior.basis import NystromBasis, RowSketch, span_of
 from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.observation import ObservationModel
-from laplace_ella.posterior.subspace import Complement, SubspacePosterior
+from laplace_ella.posterior.outside import Complement
+from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.batches import batch_size, has_values, take
 from laplace_ella.support.checks import check_finite, positive_int
 from laplace_ella.support.layout import Positions
 from laplace_ella.support.loaders import loader_batches
 from laplace_ella.support.resources import budget_of
+from laplace_ella.support.span import Sketch
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.validation import Validator
 
@@ -56,6 +59,11 @@ AUTO_MAX_PAIRS = 4000
 
 #: Examples whose targets, and whose outputs, are looked at before anything expensive.
 FIRST_LOOK, FEW_OUTPUTS = 32, 8
+
+#: Gradients of pairs that were not sampled, to see how much is outside the span.
+FEW_OTHERS = 256
+
+SAMPLING = "while sampling the basis"
 
 NO_BATCH = "The loader yielded no batch; ELLA needs at least one example."
 
@@ -116,6 +124,8 @@ class Fitter:
         where a mapping holds its targets
     fresh_generator : callable
         a generator on the model's device, always in the same state
+    complement : Complement or float, optional
+        what was asked for; None leaves it to the fit
     """
 
     linearizer: Linearizer
@@ -125,6 +135,7 @@ class Fitter:
     stochastic: bool | int
     dict_key_y: str
     fresh_generator: Callable[[], torch.Generator | None]
+    complement: Complement | float | None = None
 
     @property
     def home(self) -> torch.device:
@@ -182,13 +193,9 @@ class Fitter:
         labels = None
         if balanced and not exact:
             labels = sampling.read_labels(loader.dataset, indices, self.dict_key_y)
-        examples, outputs = sampling.draw_pairs(
-            len(indices),
-            n_outputs,
-            n_pairs if exact else self.plan.subsample_size,
-            np.random.default_rng(self.plan.seed),
-            labels,
-        )
+        rng = np.random.default_rng(self.plan.seed)
+        n_samples = n_pairs if exact else self.plan.subsample_size
+        pairs = sampling.draw_pairs(len(indices), n_outputs, n_samples, rng, labels)
         fn = fitter.linearizer.fn
         if exact:
             capacity, keep = n_pairs + 1, n_pairs
@@ -197,18 +204,38 @@ class Fitter:
             check_memory(memory, self.home)
             logger.info("basis: %s\n%s", memory.method, memory)
             capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
-        sketch = RowSketch(fn.numels(), capacity, keep, fn.dtype, self.home)
-        used, where = np.unique(examples, return_inverse=True)
-        sampled = sampling.subset(loader, indices[used])
-        batches = self.batches(sampled, "[Sampling gradients]", progress_bar)
-        positions = self.linearizer.layout.of(probe.output_shape)
-        fitter._sketch_rows(batches, sketch, where, outputs, positions)
-        if sketch.n_samples != len(examples):
-            raise ValueError(
-                f"The collate function did not return one example for each of "
-                f"{len(used)} indices, which ELLA needs."
+        rows = RowSketch(fn.numels(), capacity, keep, fn.dtype, self.home)
+        groups: list[torch.Tensor] = []
+        sketch = None
+        if not exact and self._keeps_span and capacity > len(pairs[0]):
+            sketch = Sketch.of(
+                sum(fn.numels()), len(pairs[0]), self.plan.seed, self.home
             )
-        basis = self._finish_basis(sketch, exact)
+        gradients = functools.partial(
+            fitter._gradients,
+            loader,
+            indices,
+            self.linearizer.layout.of(probe.output_shape),
+            len(rows.buffer),
+            progress_bar,
+        )
+        for some in gradients("[Sampling gradients]", pairs):
+            add_rows(rows, some)
+            if sketch is not None:
+                groups.append(sketch(some))
+            del some  # before the next ones are computed
+        check_finite([torch.isfinite(rows.energy)], "gradients", SAMPLING)
+        basis = self._finish_basis(rows, exact)
+        span = None
+        if sketch is not None:
+            span = span_of(torch.cat(groups), sketch)
+            others = sampling.draw_others(n_outputs, n_pairs, *pairs, FEW_OTHERS, rng)
+            if len(others[0]):
+                norms = [
+                    span.outside(some).double().square().sum(-1)
+                    for some in gradients("[Other gradients]", others)
+                ]
+                span = span.compared_with(torch.cat(norms))
         if exact:
             logger.info(
                 "exact linearised Laplace: all %d gradients, rank %d, in %s",
@@ -217,15 +244,28 @@ class Fitter:
                 str(fn.dtype).removeprefix("torch."),
             )
         n_noises = self.observation.sigma_noise.numel()
-        keeps = exact or self.observation.family.is_regression
+        regression = self.observation.family.is_regression
+        complement = Complement.PRIOR if exact or regression else Complement.DROP
         return Fit(
             basis,
             Sums.zero(basis.rank, n_noises, self.linearizer.device),
             probe.output_shape,
             self.linearizer.fn.flat(),
             fn.dtype,
-            Complement.PRIOR if keeps else Complement.DROP,
+            complement if span is None else Complement.MATCHED,
             spans_all=exact,
+            curvature_rows=regression and self.curvature is Curvature.GGN,
+            span=span,
+        )
+
+    @property
+    def _keeps_span(self) -> bool:
+        """Whether the span of the sampled gradients may be asked for later."""
+        return (
+            self.complement in (None, Complement.MATCHED)
+            and self.observation.family.is_regression
+            and self.curvature is Curvature.GGN
+            and not self.observation.has_several_noises
         )
 
     def takes_all(self, probe: Probe, n_pairs: int) -> bool:
@@ -266,49 +306,49 @@ class Fitter:
             return self
         return double if self.estimate_exact(probe, n_pairs, 8).fits else self
 
-    def _sketch_rows(
+    def _gradients(
         self,
-        batches: Iterator[tuple[Any, torch.Tensor]],
-        sketch: RowSketch,
-        where: np.ndarray,
-        outputs: np.ndarray,
+        loader: Any,
+        indices: np.ndarray,
         positions: Positions,
-    ) -> None:
-        """Take the gradients of output `outputs[m]` of example `where[m]`."""
+        at_most: int,
+        progress_bar: bool,
+        description: str,
+        pairs: tuple[np.ndarray, np.ndarray],
+    ) -> Iterator[torch.Tensor]:
+        """The gradients of pairs (positions among `indices`, outputs), a few rows at a
+        time, where the directions stay."""
         linearizer, device = self.linearizer, self.linearizer.device
         n_outputs = math.prod(positions.output_shape)
-        seen, finite = 0, []
-
-        def add(rows: torch.Tensor) -> None:
-            try:
-                sketch.add(rows)
-            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-                # A full buffer with NaN in it.
-                finite.append(torch.isfinite(sketch.energy))
-                check_finite(finite, "gradients", "while sampling the basis")
-                raise
-
+        examples, outputs = pairs
+        used, where = np.unique(examples, return_inverse=True)
+        batches = self.batches(
+            sampling.subset(loader, indices[used]), description, progress_bar
+        )
+        seen = 0
         for x, _ in batches:
             size = batch_size(x, linearizer.dict_key_x)
             if positions.shape:
                 shape = linearizer.probe(x).output_shape
                 check_positions(linearizer.layout.of(shape), positions)
-            pairs = np.flatnonzero((where >= seen) & (where < seen + size))
+            here = np.flatnonzero((where >= seen) & (where < seen + size))
             for rows in linearizer.row_chunks(
                 x,
-                torch.as_tensor(where[pairs] - seen, device=device),
+                torch.as_tensor(where[here] - seen, device=device),
                 # Of these pairs alone: all outputs by all outputs may be huge.
                 one_hot(
-                    torch.as_tensor(outputs[pairs], device=device), n_outputs
+                    torch.as_tensor(outputs[here], device=device), n_outputs
                 ).float(),
-                at_most=len(sketch.buffer),
+                at_most=at_most,
             ):
-                add(rows.to(sketch.buffer.device))
+                yield rows.to(self.home)
                 del rows  # before the next ones are computed
-            # The sum of all squares is finite as long as all rows are.
-            finite.append(torch.isfinite(sketch.energy))
             seen += size
-        check_finite(finite, "gradients", "while sampling the basis")
+        if seen != len(used):
+            raise ValueError(
+                f"The collate function did not return one example for each of "
+                f"{len(used)} indices, which ELLA needs."
+            )
 
     def _finish_basis(self, sketch: RowSketch, exact: bool) -> NystromBasis:
         """The directions, in the dtype that was asked for."""
@@ -508,6 +548,15 @@ class Fitter:
             f, y = part.f_mu.unsqueeze(1), part.targets.unsqueeze(1)
             sums = sums.add(f, psi, y, family)
         return dataclasses.replace(start, sums=sums, history=())
+
+
+def add_rows(sketch: RowSketch, rows: torch.Tensor) -> None:
+    """Add gradients; a full buffer with NaN in it is told as such."""
+    try:
+        sketch.add(rows)
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        check_finite([torch.isfinite(sketch.energy)], "gradients", SAMPLING)
+        raise
 
 
 def check_positions(positions: Positions, expected: Positions) -> None:

@@ -24,7 +24,14 @@ from torch.utils.data import (
 
 from laplace_ella.support.batches import split_batch
 
-__all__ = ["check_loader", "draw_pairs", "eligible_indices", "read_labels", "subset"]
+__all__ = [
+    "check_loader",
+    "draw_others",
+    "draw_pairs",
+    "eligible_indices",
+    "read_labels",
+    "subset",
+]
 
 
 def check_loader(loader: Any, name: str = "train_loader") -> None:
@@ -122,6 +129,25 @@ def draw_pairs(
         outputs = np.stack(drawn)[slots, rounds]
     order = np.argsort(slots, kind="stable")
     return slots[order], outputs[order]
+
+
+def draw_others(
+    n_outputs: int,
+    n_pairs: int,
+    examples: np.ndarray,
+    outputs: np.ndarray,
+    n_samples: int,
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """At most so many of the pairs that were not drawn, sorted by example."""
+    taken = np.sort(examples * n_outputs + outputs)
+    if n_pairs <= 4 * (len(taken) + n_samples):
+        others = np.setdiff1d(np.arange(n_pairs), taken, assume_unique=True)
+        others = rng.permutation(others)[:n_samples]
+    else:  # few of many: those drawn by chance are left out
+        others = np.unique(rng.integers(n_pairs, size=n_samples))
+        others = np.setdiff1d(others, taken, assume_unique=True)
+    return np.divmod(np.sort(others), n_outputs)
 
 
 def _take_turns(labels: np.ndarray) -> np.ndarray:

@@ -39,7 +39,8 @@ from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.fit import Fit
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.observation import ObservationModel
-from laplace_ella.posterior.subspace import Complement, SubspacePosterior
+from laplace_ella.posterior.outside import Complement, EvidenceOf
+from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.checks import (
     check_positive,
     member,
@@ -67,6 +68,20 @@ def from_numpy(value: Any) -> Any:
 def set_in_base(la: BaseLaplace, name: str, value: Any) -> None:
     """Set a property by the setter of laplace-torch's base class."""
     getattr(BaseLaplace, name).fset(la, value)
+
+
+def checked_complement(complement: Any) -> Complement | float:
+    """One of the names, or a positive number."""
+    number = from_numpy(complement)
+    if isinstance(number, (int, float)) and not isinstance(number, bool):
+        check_positive("complement", number)
+        return float(number)
+    return member(Complement, "complement", complement)
+
+
+def plain(complement: Complement | float) -> str | float:
+    """As it is written to a checkpoint."""
+    return complement.value if isinstance(complement, Complement) else complement
 
 
 def warn_about_rounding(fit: Fit, posterior: SubspacePosterior) -> None:
@@ -132,7 +147,8 @@ class FittedLaplace(ParametricLaplace):
         n_eigenvalues: int | str | None = None,
         seed: int = 1234,
         balanced: bool = False,
-        complement: Complement | str | None = None,
+        complement: Complement | str | float | None = None,
+        evidence: EvidenceOf | str = EvidenceOf.WHOLE,
         stochastic: bool | int = False,
         output_layout: OutputLayout | str = OutputLayout.FLAT,
         softmax_temperature: float = 1.0,
@@ -176,9 +192,10 @@ class FittedLaplace(ParametricLaplace):
         self.parameter_names = parameter_names
         self.fitted: Fit | None = None
         self._stream: torch.Generator | None = None
-        self._complement: Complement | None = None
+        self._evidence = member(EvidenceOf, "evidence", evidence)
+        self._complement: Complement | float | None = None
         if complement is not None:
-            self._complement = member(Complement, "complement", complement)
+            self._complement = checked_complement(complement)
         if n_eigenvalues == "exact" and self._complement is Complement.DROP:
             raise ValueError(
                 "n_eigenvalues='exact' keeps the prior outside the basis, got "
@@ -333,19 +350,39 @@ class FittedLaplace(ParametricLaplace):
         self._softmax_temperature = float(tau)
 
     @property
-    def complement(self) -> Complement | None:
-        """What becomes of the directions outside the basis.
+    def complement(self) -> Complement | float | None:
+        """What becomes of the directions outside the basis, see `Complement`; a number
+        is their precision.
 
-        If it was not set, the fit decides, and it is None until then: kept at the prior
-        for regression and where the basis holds all gradients, dropped otherwise.
+        If it was not set, the fit decides, and it is None until then: matched for
+        regression, at the prior where the basis holds all gradients or the prior has
+        several values, dropped otherwise.
         """
-        if self._complement is None and self.fitted is not None:
-            return self.fitted.complement
-        return self._complement
+        if self.fitted is None:
+            return self._complement
+        return self._complement_for(self.fitted)
 
     @complement.setter
-    def complement(self, complement: Complement | str) -> None:
-        self._complement = member(Complement, "complement", complement)
+    def complement(self, complement: Complement | str | float) -> None:
+        self._complement = checked_complement(complement)
+        self._posterior_scale = None
+
+    def _complement_for(self, fit: Fit) -> Complement | float:
+        if self._complement is not None:
+            return self._complement
+        matched = fit.complement is Complement.MATCHED
+        if matched and (self.prior_precision.numel() > 1 or fit.tail is None):
+            return Complement.PRIOR
+        return fit.complement
+
+    @property
+    def evidence(self) -> EvidenceOf:
+        """Which directions the evidence is of, see `EvidenceOf`."""
+        return self._evidence
+
+    @evidence.setter
+    def evidence(self, evidence: EvidenceOf | str) -> None:
+        self._evidence = member(EvidenceOf, "evidence", evidence)
         self._posterior_scale = None
 
     @property
@@ -431,6 +468,7 @@ class FittedLaplace(ParametricLaplace):
             self.stochastic,
             self.dict_key_y,
             self._fresh_generator,
+            self._complement,
         )
 
     def _undisturbed(self, *loaders: Any, create_graph: bool = False) -> Any:
@@ -513,8 +551,12 @@ class FittedLaplace(ParametricLaplace):
 
     def _posterior_of(self, fit: Fit) -> SubspacePosterior:
         """A posterior with the graph of the current hyperparameters."""
-        complement = self._complement or fit.complement
-        return fit.posterior(self._observation, self.prior_precision, complement)
+        return fit.posterior(
+            self._observation,
+            self.prior_precision,
+            self._complement_for(fit),
+            self.evidence,
+        )
 
     # Densities
 
@@ -548,7 +590,8 @@ class FittedLaplace(ParametricLaplace):
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
-        """log det G; of the whole D + VHVᵀ/(σ²T) where the complement is kept."""
+        """log det of the posterior precision, over the directions that the evidence
+        is of."""
         posterior = self._posterior_of(self._checked_fit())
         return (posterior.log_det_prior + posterior.log_det_ratio).to(self._dtype)
 
@@ -577,7 +620,8 @@ class FittedLaplace(ParametricLaplace):
         log_prob = -self.square_norm(value) / 2
         if normalized:
             constant = self.posterior.dimension * math.log(2 * math.pi)
-            log_prob = log_prob + (self.log_det_posterior_precision - constant) / 2
+            log_det = self.posterior.log_det_precision.to(self._dtype)
+            log_prob = log_prob + (log_det - constant) / 2
         return log_prob
 
     def log_marginal_likelihood(
@@ -632,7 +676,8 @@ class FittedLaplace(ParametricLaplace):
             "sigma_noise": self.sigma_noise.detach(),
             "temperature": float(self.temperature),
             "softmax_temperature": self.softmax_temperature,
-            "complement": (self._complement or fit.complement).value,
+            "complement": plain(self._complement_for(fit)),
+            "evidence": self.evidence.value,
             "enable_backprop": self.enable_backprop,
             **{f"mode_{name}": mode for name, mode in self.modes.to_dict().items()},
             "seed": self.seed,
@@ -667,6 +712,8 @@ class FittedLaplace(ParametricLaplace):
                 "enable_backprop",
             ):
                 setattr(self, name, state_dict[name])
+            # Older checkpoints have the evidence of their basis.
+            self.evidence = state_dict.get("evidence", EvidenceOf.BASIS)
             # Checkpoints from before there was one have none.
             self.softmax_temperature = state_dict.get("softmax_temperature", 1.0)
         self.linearizer.adopt(fit.basis.rank, modes)

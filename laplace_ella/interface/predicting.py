@@ -183,7 +183,9 @@ class PredictingLaplace(FittedLaplace):
         parts = []
         with full_precision(self._device):
             for part in cache.serving(posterior).to(self._device).batches():
-                values = posterior.function_values(part.f_mu, part.phi, part.residual)
+                values = posterior.function_values(
+                    part.f_mu, part.phi, part.residual, part.unseen
+                )
                 if self._family.is_regression:
                     variance = values.variance if diagonal_output else values.covariance
                     parts.append((values.mean, variance()))

@@ -6,6 +6,7 @@ J̃ (M, P), orthonormal and nested in K.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,8 +15,9 @@ import torch
 
 from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.support.batches import chunks, has_values
+from laplace_ella.support.span import Sketch, Span
 
-__all__ = ["NystromBasis", "RowSketch", "basis_from_rows"]
+__all__ = ["NystromBasis", "RowSketch", "basis_from_rows", "span_of"]
 
 #: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
 #: more accurate than the Gram matrix because it does not square the condition number.
@@ -215,6 +217,13 @@ def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:
     sketch = RowSketch(numels, len(rows) + 1, len(rows), rows.dtype, rows.device)
     sketch.add(rows)
     return sketch.basis(n_eigenvalues)
+
+
+def span_of(rows: torch.Tensor, sketch: Sketch) -> Span:
+    """The span of gradients, from their sketches `(M, p)`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RankWarning)
+        return Span(basis_from_rows(rows, len(rows)).directions, sketch)
 
 
 def _usable_rank(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -11,8 +12,11 @@ from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.observation import ObservationModel
-from laplace_ella.posterior.subspace import Complement, SubspacePosterior
+from laplace_ella.posterior.outside import Complement, EvidenceOf, Tail
+from laplace_ella.posterior.spectrum import Spectrum
+from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.batches import has_values
+from laplace_ella.support.span import Span
 
 __all__ = ["Fit", "Sums"]
 
@@ -77,6 +81,11 @@ class Fit:
         'n_data' and validation 'loss' in the course of the fit
     spans_all : bool
         whether the basis has all usable directions of all training gradients
+    curvature_rows : bool
+        whether the gradients of pairs are the rows of the curvature's root, as for
+        regression with the GGN: the spectrum of a sample of them tells that of all
+    span : Span, optional
+        of the sampled gradients, where it was kept
     """
 
     basis: NystromBasis
@@ -87,6 +96,22 @@ class Fit:
     complement: Complement
     history: tuple[dict[str, float], ...] = ()
     spans_all: bool = False
+    curvature_rows: bool = False
+    span: Span | None = None
+
+    @cached_property
+    def tail(self) -> Tail | None:
+        """What the sampled gradients tell of the curvature outside the basis."""
+        basis, n_rows = self.basis, self.sums.n_data * self.n_outputs
+        known = self.curvature_rows and basis.tail is not None and n_rows > 0
+        if not known or self.spans_all or self.sums.H.ndim > 2:
+            return None
+        if basis.tail is None or not has_values(basis.eigenvalues):
+            return None
+        eigenvalues = torch.cat([basis.eigenvalues, basis.tail])
+        n_params = basis.directions.shape[1]
+        spectrum = Spectrum(eigenvalues, basis.n_samples, n_rows, n_params)
+        return Tail(spectrum, self.span)
 
     @property
     def n_outputs(self) -> int:
@@ -117,11 +142,17 @@ class Fit:
         self,
         observation: ObservationModel,
         prior: torch.Tensor,
-        complement: Complement,
+        complement: Complement | float,
+        evidence: EvidenceOf = EvidenceOf.BASIS,
     ) -> SubspacePosterior:
         """The posterior under given hyperparameters."""
         H, factor = observation.weigh(self.sums.H)
-        return SubspacePosterior(self.basis, H, factor, prior, complement)
+        if complement is Complement.MATCHED and not self.sums.n_data:
+            complement = Complement.PRIOR  # nothing is known yet
+        whole = evidence is EvidenceOf.WHOLE
+        return SubspacePosterior(
+            self.basis, H, factor, prior, complement, self.tail, whole
+        )
 
     def variance_error(self, posterior: SubspacePosterior) -> float:
         """Relative error of the variance at training inputs that rounding makes.

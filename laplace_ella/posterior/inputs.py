@@ -23,5 +23,5 @@ def features_for(
     if not posterior.needs_residual:
         return linearizer.features(x, directions, create_graph)
     return linearizer.features_and_residual(
-        x, directions, posterior.metric, create_graph
+        x, directions, posterior.metric, create_graph, posterior.span
     )

@@ -55,7 +55,7 @@ class Predictor:
         features = features_for(self.posterior, self.linearizer, x, self.create_graph)
         with full_precision(self.linearizer.device):
             values = self.posterior.function_values(
-                features.f, features.phi, features.residual
+                features.f, features.phi, features.residual, features.unseen
             )
         return values, features.positions
 
@@ -104,32 +104,35 @@ class Predictor:
 
     # Jointly over all inputs
 
-    def _joint_parts(
-        self, x: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Outputs as the model gives them, features `(n, K)` and, if needed, residual
+    def _joint_parts(self, x: Any) -> tuple[torch.Tensor, ...]:
+        """Outputs as the model gives them, features `(n, K)` and, if needed, residuals
         `(n, n)` of all n = B·S·C function values."""
         if not self.posterior.needs_residual:
             features = features_for(
                 self.posterior, self.linearizer, x, self.create_graph
             )
             phi = features.positions.outputs(features.phi).flatten(0, 1)
-            return features.positions.restore(features.f), phi, None
+            return features.positions.restore(features.f), phi
         f, J, positions = self.linearizer.jacobian(x, self.create_graph)
-        phi, rest = self.split(J.flatten(0, 1))
-        return f.unflatten(1, positions.output_shape), phi, rest @ rest.mT
+        return f.unflatten(1, positions.output_shape), *self.products(J.flatten(0, 1))
 
-    def split(self, J: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features and whitened rest of gradients `(..., P)`, see `split_gradients`."""
-        directions = self.posterior.basis.directions.to(J)
+    def products(self, J: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Features `(..., n, K)` of gradients `(..., n, P)` and, if needed, the
+        products `(..., n, n)` of their parts outside the basis."""
+        posterior = self.posterior
         with full_precision(J.device):
-            return split_gradients(J, directions, self.posterior.metric)
+            phi, *rests = split_gradients(
+                J, posterior.basis.directions.to(J), posterior.metric, posterior.span
+            )
+            if not posterior.needs_residual:
+                return (phi,)
+            return phi, *(rest @ rest.mT for rest in rests)
 
     def joint(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean `(n,)` and covariance `(n, n)` of all n = B·S·C function values."""
-        f, phi, residual = self._joint_parts(x)
+        f, *parts = self._joint_parts(x)
         with full_precision(self.linearizer.device):
-            covariance = self.posterior.joint_covariance(phi, residual)
+            covariance = self.posterior.joint_covariance(*parts)
             return f.flatten().to(self.dtype), covariance.to(self.dtype)
 
     def joint_groups(
@@ -140,11 +143,11 @@ class Predictor:
             parts = [self.joint(group) for group in x.split(size)]
             means, covariances = zip(*parts, strict=True)
             return torch.stack(means), torch.stack(covariances)
-        f, phi, _ = self._joint_parts(x)
+        f, phi = self._joint_parts(x)
         n_groups = len(x) // size
         with full_precision(self.linearizer.device):
             covariance = self.posterior.joint_covariance(
-                phi.unflatten(0, (n_groups, -1)), None
+                phi.unflatten(0, (n_groups, -1))
             )
         mean = f.reshape(n_groups, -1)
         return mean.to(self.dtype), covariance.to(self.dtype)
@@ -153,9 +156,9 @@ class Predictor:
         self, x: Any, n_samples: int, generator: torch.Generator | None
     ) -> torch.Tensor:
         """Samples `(n_samples, B, ...)` of one function each, seen at all inputs."""
-        f, phi, residual = self._joint_parts(x)
+        f, *parts = self._joint_parts(x)
         with full_precision(self.linearizer.device):
-            root = self.posterior.joint_root(phi, residual)  # (n, R)
+            root = self.posterior.joint_root(*parts)  # (n, R)
             noise = torch.randn(
                 n_samples,
                 root.shape[1],
@@ -183,10 +186,9 @@ class Predictor:
     def covariance_of(self, J: torch.Tensor, joint: bool = False) -> torch.Tensor:
         """Output covariance `(B, C, C)` for Jacobians `(B, C, P)`, or one matrix."""
         J = J.to(self.linearizer.dtype)
-        phi, rest = self.split(J.flatten(0, 1) if joint else J)
-        residual = rest @ rest.mT if self.posterior.needs_residual else None
+        parts = self.products(J.flatten(0, 1) if joint else J)
         if joint:
-            return self.posterior.joint_covariance(phi, residual).to(self.dtype)
-        mean = phi[..., 0]  # of the right shape; it plays no part in the covariance
-        values = self.posterior.function_values(mean, phi, residual)
+            return self.posterior.joint_covariance(*parts).to(self.dtype)
+        mean = parts[0][..., 0]  # of the right shape; it plays no part here
+        values = self.posterior.function_values(mean, *parts)
         return values.covariance().to(self.dtype)

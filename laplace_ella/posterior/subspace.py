@@ -7,7 +7,6 @@ and change nothing of the fitted model.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -15,27 +14,37 @@ import torch
 
 from laplace_ella.posterior import algebra
 from laplace_ella.posterior.basis import NystromBasis
+from laplace_ella.posterior.outside import Complement, Precisions, Tail
 from laplace_ella.posterior.predictive import FunctionValues, psd_root
 from laplace_ella.support.metric import Metric
+from laplace_ella.support.span import Span
 
-__all__ = ["Complement", "SubspacePosterior"]
+__all__ = ["SubspacePosterior", "describe", "fixed_precisions"]
 
 
-class Complement(str, Enum):
-    """What becomes of the directions of parameter space outside the basis."""
+UNKNOWN_SPAN = (
+    "complement='matched' needs the spectrum and the span of the sampled gradients, "
+    "which this fit does not have. They are kept by a fit with complement='matched' of "
+    "regression with the GGN, one sigma_noise and a number of directions, if "
+    "memory_budget holds all sampled gradients. Fit again, or use 'prior'."
+)
 
-    DROP = "drop"
-    """They have no variance, as in the paper. Needs the features only."""
 
-    PRIOR = "prior"
-    """They keep the prior's: Σ = (D + VHVᵀ/(σ²T))⁻¹. Equals the exact linearised
-    Laplace once V spans the training gradients. Needs the part of J(x) outside the
-    basis as well: C backward passes per example."""
+def describe(complement: Complement | float) -> str:
+    """As a user would write it."""
+    return repr(complement.value if isinstance(complement, Complement) else complement)
+
+
+def fixed_precisions(complement: Complement | float, prior: torch.Tensor) -> Precisions:
+    """Precisions outside the basis that no data decide."""
+    if isinstance(complement, Complement):
+        return Precisions.all(prior)
+    return Precisions.all(torch.full_like(prior, complement))
 
 
 @dataclass(frozen=True)
 class SubspacePosterior:
-    """θ = θ̂ + Vz with z ~ N(0, G⁻¹), and the complement dropped or at the prior.
+    """θ = θ̂ + Vz with z ~ N(0, G⁻¹), and the complement dropped or kept.
 
     Attributes
     ----------
@@ -46,14 +55,35 @@ class SubspacePosterior:
         f = 1/(σ²T), a scalar
     prior : torch.Tensor
         prior precision: scalar `(1,)`, layerwise `(L,)` or diagonal `(P,)`
-    complement : Complement
+    complement : Complement or float
+        a number is the precision of all directions outside the basis
+    tail : Tail, optional
+        what is known of the curvature outside the basis
+    whole : bool
+        whether the evidence is of the whole spectrum, as far as the tail is known, or
+        of the directions in the basis
     """
 
     basis: NystromBasis
     H: torch.Tensor
     factor: torch.Tensor
     prior: torch.Tensor
-    complement: Complement = Complement.DROP
+    complement: Complement | float = Complement.DROP
+    tail: Tail | None = None
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        if self.complement in (Complement.DROP, Complement.PRIOR):
+            return
+        if self.complement is Complement.MATCHED and self.span is None:
+            raise ValueError(UNKNOWN_SPAN)
+        if self.is_scalar:
+            return
+        raise ValueError(
+            f"complement={describe(self.complement)} needs one prior precision for all "
+            f"weights, got {self.prior.numel()}. Use complement='prior', or set one "
+            "number as prior_precision."
+        )
 
     @property
     def rank(self) -> int:
@@ -146,25 +176,39 @@ class SubspacePosterior:
 
     @property
     def log_det_ratio(self) -> torch.Tensor:
-        """log det of the posterior precision less that of the prior precision."""
+        """log det of the posterior precision less that of the prior precision, over
+        the directions that the evidence is of."""
         if self.complement is Complement.DROP or self.is_scalar:
-            return algebra.log_det(self.precision) - algebra.log_det(
+            within = algebra.log_det(self.precision) - algebra.log_det(
                 self.prior_on_subspace
             )
+            return within + self.log_det_outside
         return algebra.log_det(self._whitened[1])
+
+    @property
+    def log_det_outside(self) -> torch.Tensor:
+        """What the directions outside the basis add to it; 0 where they are not known
+        or not counted."""
+        if self.tail is None or not self.whole or not self.is_scalar:
+            return torch.zeros_like(self.H[0, 0])
+        return self.tail.log_det(self.rank, self.factor, self.prior).reshape(())
 
     def log_det_ratios(self) -> torch.Tensor:
         """The same for every rank k = 1..K, `(K,)`, from one factorisation.
 
         The Cholesky factor of a leading block is the leading block of the factor.
         """
+        ranks = range(1, self.rank + 1)
         if self.complement is Complement.DROP or self.is_scalar:
 
             def log_dets(matrix: torch.Tensor) -> torch.Tensor:
                 return 2 * algebra.cholesky(matrix).diagonal().log().cumsum(0)
 
-            return log_dets(self.precision) - log_dets(self.prior_on_subspace)
-        ranks = range(1, self.rank + 1)
+            within = log_dets(self.precision) - log_dets(self.prior_on_subspace)
+            if self.tail is None or not self.whole:
+                return within
+            outside = [self.tail.log_det(k, self.factor, self.prior) for k in ranks]
+            return within + torch.stack(outside).reshape(-1)
         return torch.stack([self.truncate(k).log_det_ratio for k in ranks])
 
     def square_norm(self, delta: torch.Tensor) -> torch.Tensor:
@@ -173,8 +217,12 @@ class SubspacePosterior:
         z = (directions @ delta).double()
         if self.complement is Complement.DROP:
             return z @ self.precision @ z
-        outside = (delta.double().square() * self.prior_diagonal()).sum()
-        return self.factor * (z @ self.H @ z) + outside
+        square = delta.double().square()
+        if self.complement is Complement.PRIOR:
+            outside = (square * self.prior_diagonal()).sum()
+            return self.factor * (z @ self.H @ z) + outside
+        outside = (square.sum() - z.square().sum()) * self.outside.single
+        return z @ self.precision @ z + outside
 
     @property
     def dimension(self) -> int:
@@ -186,7 +234,24 @@ class SubspacePosterior:
     @property
     def needs_residual(self) -> bool:
         """Whether predictions need the part of J(x) outside the basis."""
-        return self.complement is Complement.PRIOR
+        return self.complement is not Complement.DROP
+
+    @property
+    def span(self) -> Span | None:
+        """The span outside of which predictions need a part of J(x) as well."""
+        if self.complement is not Complement.MATCHED or self.tail is None:
+            return None
+        return self.tail.span
+
+    @cached_property
+    def outside(self) -> Precisions:
+        """Precisions outside the basis, for a scalar prior."""
+        if self.complement is not Complement.MATCHED or self.tail is None:
+            return fixed_precisions(self.complement, self.prior)
+        freedom = self.rank - self.prior.double() * self.scale.square().sum()
+        return self.tail.precisions(
+            self.rank, self.factor, self.prior, freedom.squeeze(), self.H.trace()
+        )
 
     @property
     def weighs_gradients(self) -> bool:
@@ -207,30 +272,43 @@ class SubspacePosterior:
         return Metric(weights.detach(), (inverse_root @ inverse_root.mT).detach())
 
     def function_values(
-        self, f_mu: torch.Tensor, phi: torch.Tensor, residual: torch.Tensor | None
+        self,
+        f_mu: torch.Tensor,
+        phi: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        unseen: torch.Tensor | None = None,
     ) -> FunctionValues:
         """Gaussian over f(x) from outputs `(B, C)`, features `(B, C, K)` and, where
-        the complement is kept, the residual `(B, C, C)`."""
-        return FunctionValues(f_mu, *self._factor_and_residual(phi, residual))
+        the complement is kept, the residual and what is unseen of it `(B, C, C)`."""
+        return FunctionValues(f_mu, *self._factor_and_residual(phi, residual, unseen))
 
     def joint_covariance(
-        self, phi: torch.Tensor, residual: torch.Tensor | None
+        self,
+        phi: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        unseen: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`(n, n)` from features `(n, K)` and, if needed, residual `(n, n)`."""
-        factor, residual = self._factor_and_residual(phi, residual)
+        """`(n, n)` from features `(n, K)` and, if needed, residuals `(n, n)`."""
+        factor, residual = self._factor_and_residual(phi, residual, unseen)
         covariance = factor @ factor.mT
         return covariance if residual is None else covariance + residual
 
     def joint_root(
-        self, phi: torch.Tensor, residual: torch.Tensor | None
+        self,
+        phi: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        unseen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """R `(n, ...)` with RRᵀ the joint covariance, for samples of functions."""
         if not self.needs_residual:
-            return self._factor_and_residual(phi, None)[0]
-        return psd_root(self.joint_covariance(phi, residual))
+            return self._factor_and_residual(phi, None, None)[0]
+        return psd_root(self.joint_covariance(phi, residual, unseen))
 
     def _factor_and_residual(
-        self, phi: torch.Tensor, residual: torch.Tensor | None
+        self,
+        phi: torch.Tensor,
+        residual: torch.Tensor | None,
+        unseen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A and the residual with JΣJᵀ = AAᵀ + residual.
 
@@ -238,18 +316,30 @@ class SubspacePosterior:
         """
         if not self.needs_residual:
             return phi @ self.scale.to(phi), None
-        if residual is None:
+        if residual is None or (self.span is not None and unseen is None):
             raise ValueError(
-                "complement='prior' needs the part of J(x) outside the basis besides "
-                "the features; make the cache with this posterior, after setting the "
-                "complement."
+                f"complement={describe(self.complement)} needs the part of J(x) "
+                "outside the basis besides the features; make the cache with this "
+                "posterior, after setting the complement."
             )
         if self.is_scalar:
-            return phi @ self.scale.to(phi), residual / self.prior.to(residual)
+            unseen = None if self.span is None else unseen
+            covariance = self.outside.covariance(residual, unseen)
+            return phi @ self.scale.to(phi), covariance
         R_inv, T_root = self._whitened_roots
         return phi @ (R_inv @ T_root).to(phi), residual
 
     # Weight space
+
+    @property
+    def log_det_precision(self) -> torch.Tensor:
+        """log det of the precision that `square_norm` and samples have."""
+        if isinstance(self.complement, Complement) and (
+            self.complement in (Complement.DROP, Complement.PRIOR)
+        ):
+            return self.log_det_prior + self.with_(whole=False).log_det_ratio
+        outside = self.n_params - self.rank
+        return algebra.log_det(self.precision) + outside * self.outside.single.log()
 
     def sample_offsets(
         self, noise: torch.Tensor, outside: torch.Tensor | None
@@ -258,6 +348,11 @@ class SubspacePosterior:
         directions = self.basis.directions.to(noise)
         if outside is None:
             return noise @ self.scale.mT.to(noise) @ directions
+        if self.complement is not Complement.PRIOR:
+            # One precision outside: single weights do not tell the parts apart.
+            outside = outside * self.outside.single.to(noise).rsqrt()
+            inside = noise @ self.scale.mT.to(noise) - outside @ directions.mT
+            return inside @ directions + outside
         R_inv, T_root = (matrix.to(noise) for matrix in self._whitened_roots)
         root = self.prior_diagonal().rsqrt().to(noise)  # D^{-1/2}
         # D^{-1/2}[(I − QQᵀ)ε + QT^{-1/2}z] with Q = D^{-1/2}VR⁻¹. Q is as large as the

@@ -13,6 +13,7 @@ import torch
 
 from laplace_ella.support.batches import chunks
 from laplace_ella.support.preserve import full_precision
+from laplace_ella.support.span import Span
 
 __all__ = ["Metric", "accurate_product", "split_gradients"]
 
@@ -53,9 +54,13 @@ class Metric:
 
 
 def split_gradients(
-    J: torch.Tensor, directions: torch.Tensor, metric: Metric | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features φ = JD⁻¹V `(..., K)` and the whitened rest of the rows `(..., P)`.
+    J: torch.Tensor,
+    directions: torch.Tensor,
+    metric: Metric | None = None,
+    span: Span | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Features φ = JD⁻¹V `(..., K)` and the whitened rest of the rows `(..., P)`; of
+    the rest, what lies outside a span, if there is one.
 
     The rest is formed from the rows themselves, as in Gram–Schmidt: its products are
     positive semi-definite and do not cancel, which JD⁻¹Jᵀ less the part within the
@@ -69,11 +74,14 @@ def split_gradients(
         Vᵀ `(K, P)`, orthonormal rows, in the dtype and on the device of J
     metric : Metric, optional
         None for a prior precision of one for all weights
+    span : Span, optional
+        which contains the directions; for a prior precision of one
     """
     with full_precision(J.device):
         if metric is None:
             phi = accurate_product(J, directions)
-            return phi, J - phi @ directions
+            rest = J - phi @ directions
+            return (phi, rest) if span is None else (phi, rest, span.outside(rest))
         weights = metric.weights.to(J)
         phi = accurate_product(J * weights, directions)
         within = phi @ metric.inverse_gram.to(phi) @ directions

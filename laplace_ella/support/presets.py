@@ -12,4 +12,5 @@ PAPER: dict[str, Any] = {
     "subsample_size": 2000,
     "n_eigenvalues": 20,
     "complement": "drop",
+    "evidence": "basis",
 }

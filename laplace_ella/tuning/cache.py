@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["FeatureCache", "cache_loader"]
 
 #: What belongs to the examples, one row each, and is sliced with them.
-_PER_ROW = ("f_mu", "phi", "targets", "residual")
+_PER_ROW = ("f_mu", "phi", "targets", "residual", "unseen")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,9 @@ class FeatureCache:
     prior : torch.Tensor, optional
         the prior precision that features and residual were made for, if it is not
         scalar
+    unseen : torch.Tensor, optional
+        the part of J(x)J(x)ᵀ outside the span of the sampled gradients, `(N, C, C)`,
+        for `complement="matched"`
 
     Examples
     --------
@@ -80,6 +83,7 @@ class FeatureCache:
     residual: torch.Tensor | None = None
     spectrum: torch.Tensor | None = None
     prior: torch.Tensor | None = None
+    unseen: torch.Tensor | None = None
 
     @classmethod
     def from_loader(
@@ -105,6 +109,7 @@ class FeatureCache:
             features.residual,
             posterior.basis.eigenvalues,
             posterior.prior if posterior.weighs_gradients else None,
+            features.unseen,
         )
         if observed is None or not features.positions.shape:
             return cache
@@ -179,7 +184,7 @@ class FeatureCache:
                 "These features are for complement='prior' with a prior that is not "
                 "scalar; make the cache again with complement='drop'."
             )
-        return replace(self, residual=None)
+        return replace(self, residual=None, unseen=None)
 
     def serving(self, posterior: SubspacePosterior) -> FeatureCache:
         """What a posterior needs of this cache, or an error that says why it has not
@@ -200,8 +205,8 @@ class FeatureCache:
                 "depend on the prior; make the cache again with this posterior."
             )
         if not posterior.needs_residual:
-            return replace(cache, residual=None)
-        return cache
+            return replace(cache, residual=None, unseen=None)
+        return cache if posterior.span is not None else replace(cache, unseen=None)
 
     def __getitem__(self, index: slice | torch.Tensor) -> FeatureCache:
         """Some of the examples."""

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from laplace_ella.posterior import algebra
+from laplace_ella.posterior.outside import Complement, Precisions, Tail
 from laplace_ella.posterior.predictive import FunctionValues
-from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.posterior.subspace import SubspacePosterior, fixed_precisions
 from laplace_ella.tuning.cache import FeatureCache
 
 __all__ = ["EigenPosterior", "LayerPosterior", "by_layers", "turn", "with_eigenvalues"]
@@ -33,14 +34,18 @@ class EigenPosterior:
         f = 1/(σ²T), a scalar
     prior : torch.Tensor
         δ `(1,)`
-    needs_residual : bool
-        whether the complement is kept at the prior
+    complement : Complement or float
+    tail : Tail, optional
+    whole : bool
+        as of `SubspacePosterior`
     """
 
     eigenvalues: torch.Tensor
     factor: torch.Tensor
     prior: torch.Tensor
-    needs_residual: bool
+    complement: Complement | float = Complement.DROP
+    tail: Tail | None = None
+    whole: bool = False
 
     @property
     def rank(self) -> int:
@@ -52,19 +57,37 @@ class EigenPosterior:
 
     @property
     def log_det_ratio(self) -> torch.Tensor:
-        """log det(f·H + δI) − K log δ, whatever becomes of the complement."""
+        """log det(f·H + δI) − K log δ, and what the tail adds to it."""
         ratio = self.factor.double() / self.prior.double()
-        return torch.log1p(ratio * self.eigenvalues).sum()
+        within = torch.log1p(ratio * self.eigenvalues).sum()
+        if self.tail is None or not self.whole:
+            return within
+        return within + self.tail.log_det(self.rank, self.factor, self.prior)
+
+    @property
+    def outside(self) -> Precisions:
+        """Precisions outside the basis."""
+        if self.complement is not Complement.MATCHED or self.tail is None:
+            return fixed_precisions(self.complement, self.prior)
+        curvature = self.factor.double() * self.eigenvalues
+        freedom = (curvature / (curvature + self.prior.double())).sum()
+        return self.tail.precisions(
+            self.rank, self.factor, self.prior, freedom, self.eigenvalues.sum()
+        )
 
     def function_values(
-        self, f_mu: torch.Tensor, phi: torch.Tensor, residual: torch.Tensor | None
+        self,
+        f_mu: torch.Tensor,
+        phi: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        unseen: torch.Tensor | None = None,
     ) -> FunctionValues:
-        """Gaussian over f(x) from outputs, turned features and their residual."""
+        """Gaussian over f(x) from outputs, turned features and their residuals."""
         precision = self.factor.double() * self.eigenvalues + self.prior.double()
         factor = phi * precision.rsqrt().to(phi)
-        if not self.needs_residual or residual is None:
+        if self.complement is Complement.DROP or residual is None:
             return FunctionValues(f_mu, factor)
-        return FunctionValues(f_mu, factor, residual / self.prior.to(residual))
+        return FunctionValues(f_mu, factor, self.outside.covariance(residual, unseen))
 
 
 @dataclass(frozen=True)
@@ -123,7 +146,9 @@ def with_eigenvalues(
         values.clamp_min(0),
         posterior.factor,
         posterior.prior,
-        posterior.needs_residual,
+        posterior.complement,
+        posterior.tail,
+        posterior.whole,
     )
 
 

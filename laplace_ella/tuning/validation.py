@@ -125,7 +125,9 @@ class Validator:
 
         def predictions() -> Iterator[tuple[Any, torch.Tensor]]:
             for part in cache.batches():
-                values = posterior.function_values(part.f_mu, part.phi, part.residual)
+                values = posterior.function_values(
+                    part.f_mu, part.phi, part.residual, part.unseen
+                )
                 if family.is_regression:
                     spread = values.variance if self.loss is None else values.covariance
                     yield (values.mean, spread()), part.targets

@@ -1,0 +1,170 @@
+"""The directions outside the basis: what the data said about them, and what is left.
+
+A gradient has three parts: in the basis; outside it, but in the span of the sampled
+gradients; outside that span. Dropping the latter two is far too narrow, the prior for
+both far too wide, as if the data had said nothing there. Matched precisions give each
+part the variance that exact linearised Laplace has on average:
+
+- α within the span: α = Σλ / Σ λ/(fλ + δ) over the eigenvalues λ beyond the basis
+  leaves the effective number of parameters as it is;
+- outside the span the prior δ, if all rows were sampled. If not, the other rows touch
+  some of it: as much as gradients of the data usually have there gets the precision β
+  for which new inputs like the data have their variance df/(f(N − df)) on average, and
+  only what exceeds that the prior's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from laplace_ella.posterior.spectrum import Spectrum
+from laplace_ella.support.span import Span
+
+__all__ = ["Complement", "EvidenceOf", "Precisions", "Tail"]
+
+
+class Complement(str, Enum):
+    """What becomes of the directions of parameter space outside the basis."""
+
+    DROP = "drop"
+    """They have no variance, as in the paper. Needs the features only."""
+
+    PRIOR = "prior"
+    """They keep the prior's: Σ = (D + VHVᵀ/(σ²T))⁻¹. Equals the exact linearised
+    Laplace once V spans the training gradients. Needs the part of J(x) outside the
+    basis as well: C backward passes per example."""
+
+    MATCHED = "matched"
+    """They have as much as exact linearised Laplace leaves them on average, by the
+    spectrum of the sampled gradients, and the prior's where the data say nothing. For
+    regression with one prior precision and one noise."""
+
+
+class EvidenceOf(str, Enum):
+    """Which directions the evidence is of."""
+
+    WHOLE = "whole"
+    """All that the data have curvature in, as far as the spectrum of the sampled
+    gradients tells: regression with one prior precision and one noise. Otherwise those
+    in the basis."""
+
+    BASIS = "basis"
+    """Those in the basis: the evidence of the paper's posterior."""
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """Precisions of the parts of a gradient outside the basis, scalars.
+
+    Attributes
+    ----------
+    within : torch.Tensor
+        α, in the span of the sampled gradients
+    usual : torch.Tensor
+        β, outside the span, up to `largest`
+    beyond : torch.Tensor
+        δ, of what exceeds it
+    single : torch.Tensor
+        one for all, where they cannot be told apart
+    largest : float
+        squared norm outside the span that gradients of the data hardly exceed
+    """
+
+    within: torch.Tensor
+    usual: torch.Tensor
+    beyond: torch.Tensor
+    single: torch.Tensor
+    largest: float = 0.0
+
+    @classmethod
+    def all(cls, precision: torch.Tensor) -> Precisions:
+        """The same for all parts."""
+        return cls(precision, precision, precision, precision)
+
+    def covariance(
+        self, residual: torch.Tensor, unseen: torch.Tensor | None
+    ) -> torch.Tensor:
+        """From products `(..., n, n)` of the gradients' parts outside the basis, and of
+        those outside the span."""
+        covariance = residual / self.within.to(residual)
+        if unseen is None:
+            return covariance
+        norms = unseen.diagonal(dim1=-2, dim2=-1)
+        tiny = torch.finfo(norms.dtype).tiny
+        usual = norms.clamp_max(self.largest) / self.usual.to(norms)
+        beyond = (norms - self.largest).clamp_min(0) / self.beyond.to(norms)
+        # Each gradient's part is scaled, so that the sum is positive semi-definite.
+        gain = (usual + beyond) / norms.clamp_min(tiny) - 1 / self.within.to(norms)
+        root = gain.clamp_min(0).sqrt()
+        return covariance + root.unsqueeze(-1) * unseen * root.unsqueeze(-2)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What is known of the curvature outside the basis.
+
+    Attributes
+    ----------
+    spectrum : Spectrum
+    span : Span, optional
+        of the sampled gradients, where it was kept
+    """
+
+    spectrum: Spectrum
+    span: Span | None = None
+
+    def log_det(
+        self, rank: int, factor: torch.Tensor, prior: torch.Tensor
+    ) -> torch.Tensor:
+        """What it adds to log det(I + fJᵀJ/δ)."""
+        return self.spectrum.log_det_beyond(rank, prior.double() / factor.double())
+
+    def precisions(
+        self,
+        rank: int,
+        factor: torch.Tensor,
+        prior: torch.Tensor,
+        freedom_within: torch.Tensor,
+        trace_within: torch.Tensor,
+    ) -> Precisions:
+        """Matched precisions.
+
+        Parameters
+        ----------
+        rank : int
+            K, directions in the basis
+        factor, prior : torch.Tensor
+            f = 1/(σ²T) and δ, scalars
+        freedom_within, trace_within : torch.Tensor
+            effective number of parameters in the basis, and trace of the curvature H
+        """
+        f, delta = factor.double().reshape(()), prior.double().reshape(())
+        spectrum, n = self.spectrum, self.spectrum.n_rows
+        span = self.span or Span.nothing()
+        # Within the span, by the eigenvalues beyond the basis.
+        beyond = spectrum.scaled[rank:]
+        freedom_span = f * (beyond / (f * beyond + delta)).sum()
+        within = _ratio(f * beyond.sum(), freedom_span, delta, delta + f * beyond.sum())
+        # New inputs like the data: their variance, less what is in basis and span.
+        freedom = spectrum.degrees_of_freedom(delta / f)
+        variance = freedom / (f * (n - freedom).clamp_min(1e-9 * n))
+        variance = variance - freedom_within / (f * n)
+        norm = (spectrum.trace - trace_within).clamp_min(0) / n
+        single = _ratio(norm, variance, delta, delta + f * n * norm)
+        if not span.usual:
+            return Precisions(within, delta, delta, single, span.largest)
+        in_span = (norm - span.usual).clamp_min(0) / within
+        most = delta + f * n * span.usual
+        usual = _ratio(span.usual, variance - in_span, delta, most)
+        return Precisions(within, usual, delta, single, span.largest)
+
+
+def _ratio(
+    a: torch.Tensor | float, b: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> torch.Tensor:
+    """a/b between two limits; the upper one where b is not positive."""
+    ratio = torch.where(b > 0, a / b.clamp_min(1e-300), high)
+    return torch.minimum(torch.maximum(ratio, low), high)
