@@ -14,7 +14,12 @@ EVERY_PAIR = 10**6
 
 def build(case, cls=ELLALaplace, **kwargs):
     """An unfitted approximation of a case, all pairs sampled unless told."""
-    options = {"subsample_size": EVERY_PAIR, "n_eigenvalues": 6, "complement": "drop"}
+    options = {
+        "subsample_size": EVERY_PAIR,
+        "n_eigenvalues": 6,
+        "complement": "drop",
+        "evidence": "basis",
+    }
     options = options | case.kwargs | kwargs
     return cls(case.model, case.likelihood, **options)
 

@@ -105,7 +105,7 @@ class Spectrum:
 
     def _interpolate(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log determinant and its derivative by the logarithm t of the ridge: cubic
-        between the points, straight beyond them."""
+        between the points, straight below them, trace/ridge above them."""
         x, y, slope = self._table
         inside = torch.maximum(torch.minimum(t, x[-1]), x[0])
         i = torch.searchsorted(x, inside.detach()).clamp(1, len(x) - 1)
@@ -114,8 +114,10 @@ class Spectrum:
         y0, y1, d0, d1 = y[i - 1], y[i], slope[i - 1] * width, slope[i] * width
         a, b = 3 * (y1 - y0) - 2 * d0 - d1, d0 + d1 - 2 * (y1 - y0)
         derivative = (d0 + s * (2 * a + 3 * b * s)) / width
-        value = y0 + s * (d0 + s * (a + b * s))
-        return value + derivative * (t - inside), derivative
+        value = y0 + s * (d0 + s * (a + b * s)) + derivative * (t - inside)
+        weak = y[-1] * torch.exp(x[-1] - t.clamp_min(x[-1]))
+        above = t > x[-1]
+        return torch.where(above, weak, value), torch.where(above, -weak, derivative)
 
 
 def _tabulate(
@@ -147,13 +149,15 @@ def _population(
     freedom = (ratios / (1 + ratios)).sum(1)
     # 1 − df/M without cancellation
     left = ((1 / (1 + ratios)).sum(1) + n_samples - len(values)) / n_samples
+    trusted = freedom <= TRUSTED * n_samples
+    log_mu, ratios, freedom, left = (
+        column[trusted] for column in (log_mu, ratios, freedom, left)
+    )
     log_kappa = log_mu - np.log(left)
     log_det = np.log1p(ratios).sum(1) + n_samples * np.log(left) + freedom
-    trusted = freedom <= TRUSTED * n_samples
     if trusted.all():
         return log_kappa, freedom, log_det
-    known = log_kappa[trusted], freedom[trusted], log_det[trusted]
-    return _continued(*known, FITTED * n_samples, n_params)
+    return _continued(log_kappa, freedom, log_det, FITTED * n_samples, n_params)
 
 
 def _continued(

@@ -38,8 +38,8 @@ def describe(complement: Complement | float) -> str:
 def fixed_precisions(complement: Complement | float, prior: torch.Tensor) -> Precisions:
     """Precisions outside the basis that no data decide."""
     if isinstance(complement, Complement):
-        return Precisions.all(prior)
-    return Precisions.all(torch.full_like(prior, complement))
+        return Precisions.all(prior.double().reshape(()))
+    return Precisions.all(torch.full_like(prior, complement).double().reshape(()))
 
 
 @dataclass(frozen=True)
