@@ -563,9 +563,10 @@ or None, default=None
         Parameters
         ----------
         method : {'marglik', 'gridsearch'}
-            'marglik' takes the smallest rank at which the Occam factor of the evidence
-            has reached `share` of its value at K (at fixed weights the evidence itself
-            falls with every direction, so its maximum would always be rank 1);
+            'marglik' takes the smallest rank whose directions have `share` of the Occam
+            factor: of that of all K directions, or of the whole spectrum's (at fixed
+            weights the evidence itself falls with every direction or hardly depends on
+            their number, see `evidence`);
             'gridsearch' takes the rank with the lowest validation loss
         val_loader : DataLoader or FeatureCache, optional
             for 'gridsearch'

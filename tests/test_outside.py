@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ELLALaplace, FeatureCache
+from laplace_ella.diagnostics import diagnose
 from laplace_ella.posterior.spectrum import Spectrum
 from laplace_ella.support.span import Sketch, Span
 from tests import dense
@@ -193,7 +194,8 @@ def test_sketch_keeps_what_is_outside_a_span():
     within = Span(directions, sketch).outside(rows * 3).square().sum(1)
     assert within.max() < 1e-20 * rows.square().sum(1).max()
     everything = Sketch.of(200, 60, 0, torch.device("cpu"))
-    assert everything.signs is None and everything.size == 200
+    assert everything.signs is None
+    assert everything.size == 200
     assert_close(everything(rows[:, :200]), rows[:, :200])
 
 
@@ -214,7 +216,7 @@ def test_near_exact_from_a_quarter_of_the_gradients():
     """K = 10 of M = 100 gradients of 400: noise and prior within 20 % of the exact
     ones, intervals at new inputs within a factor of 1.6 on the geometric mean, where
     dropping the complement and the prior are off by five and more."""
-    model, loader, x = _problem()
+    model, loader, _ = _problem()
     new = torch.randn(200, 4).double()
     exact = Laplace(model, "regression", "all", "nystrom", n_eigenvalues="exact")
     exact.fit(loader)
@@ -287,6 +289,29 @@ def test_weight_samples_have_one_precision_outside():
     assert_close(matched.log_det_precision, number.log_det_precision)
 
 
+def test_diagnostics_tell_what_is_outside():
+    """Degrees of freedom in and outside the basis add up to exact Laplace's."""
+    case = make("regression_1")
+    la = fit(case, complement="matched", n_eigenvalues=3, evidence="whole")
+    la.prior_precision = 0.3
+    values = Matched(case, la, 0.3).eigenvalues.clamp_min(0)
+    report = diagnose(la, case.loader())
+    total = (values / (values + 0.3)).sum()
+    assert report.dof_outside == pytest.approx(float(total) - report.effective_dof)
+    assert report.evidence_estimated == 0
+    assert "outside" in str(report)
+    sampled = fit(
+        case,
+        complement="matched",
+        n_eigenvalues=3,
+        subsample_size=6,
+        evidence="whole",
+    )
+    assert 0 < diagnose(sampled, case.loader()).evidence_estimated < 1
+    classes = make("classification_mlp")
+    assert diagnose(fit(classes), classes.loader()).dof_outside is None
+
+
 def test_default_of_regression_and_its_exceptions():
     """Matched where it can be; the prior for exact fits and priors of several values;
     classification as in the paper."""
@@ -295,19 +320,19 @@ def test_default_of_regression_and_its_exceptions():
     la = ELLALaplace(case.model, "regression", n_eigenvalues=4)
     assert la.complement is None
     la.fit(loader)
-    assert la.complement == "matched" and la.evidence == "whole"
+    assert la.complement == "matched"
+    assert la.evidence == "whole"
     la.prior_precision = torch.ones(la.n_layers)
     assert la.complement == "prior"
     assert torch.isfinite(la(case.x_test)[1]).all()
     la.optimize_prior_precision(prior_structure="layerwise", n_steps=3)
-    for kwargs in ({"sigma_noise": [0.1, 0.2, 0.3]}, {"stochastic": True}):
-        kwargs = {
-            k: torch.tensor(v) if k[0] == "s" and v != True else v
-            for k, v in kwargs.items()
-        }  # noqa: E712
+    for kwargs, expected in (
+        ({"sigma_noise": torch.tensor([0.1, 0.2, 0.3])}, "prior"),
+        ({"stochastic": True}, "matched"),
+    ):
         other = ELLALaplace(case.model, "regression", n_eigenvalues=4, **kwargs)
         other.fit(loader)
-        assert other.complement == ("prior" if "sigma_noise" in kwargs else "matched")
+        assert other.complement == expected
     exact = ELLALaplace(case.model, "regression")
     exact.fit(loader)
     assert exact.complement == "prior"
@@ -335,7 +360,8 @@ def test_checkpoints_caches_and_truncation():
     buffer.seek(0)
     again = build(case)
     again.load_state_dict(torch.load(buffer, weights_only=True))
-    assert again.complement == "matched" and again.evidence == "whole"
+    assert again.complement == "matched"
+    assert again.evidence == "whole"
     assert_close(again(case.x_test)[1], la(case.x_test)[1])
     assert_close(again.log_marginal_likelihood(), la.log_marginal_likelihood())
     cache = FeatureCache.from_loader(la, case.loader())

@@ -34,6 +34,7 @@ from laplace_ella.diagnostics.spectral import (
     residual_norms,
 )
 from laplace_ella.errors import InsufficientMemoryError
+from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.checks import check_generator
 from laplace_ella.support.resources import parse_bytes
 
@@ -175,6 +176,12 @@ class Diagnostics:
         of the fitted posterior, between 0 and K
     nystrom : NystromError
         over the data of the loader
+    dof_outside : float, optional
+        effective degrees of freedom outside the basis, by the spectrum of the sampled
+        gradients; None where that does not tell, see `EvidenceOf`
+    evidence_estimated : float
+        share of the evidence's log determinant that is estimated from a sample: that
+        of the directions outside the basis, unless all gradients were sampled
     ella_error : float, optional
         ε_ELLA over the validation data
     ella_errors : torch.Tensor, optional
@@ -193,6 +200,8 @@ class Diagnostics:
     eigenvalues: torch.Tensor
     explained: torch.Tensor
     effective_dof: float
+    dof_outside: float | None
+    evidence_estimated: float
     nystrom: NystromError
     ella_error: float | None
     ella_errors: torch.Tensor | None
@@ -209,7 +218,7 @@ class Diagnostics:
                 f"λ₁ {self.eigenvalues[0]:.3g} … λ_K {self.eigenvalues[-1]:.3g}, "
                 f"{self.explained[-1]:.1%} of the sampled trace",
             ),
-            _line("effective degrees of freedom", f"{self.effective_dof:.2f}"),
+            _line("effective degrees of freedom", self._freedom()),
             _line(
                 "ε_Nyström (spectral norm)",
                 f"{error.relative:.4g}" + ("" if error.exact else ", estimated"),
@@ -245,6 +254,13 @@ class Diagnostics:
             lines.append(_line("ℰ itself", f"{b.error:.4g}"))
         return "\n".join(lines)
 
+    def _freedom(self) -> str:
+        within = f"{self.effective_dof:.2f}"
+        if self.dof_outside is None:
+            return within
+        share = f"{self.evidence_estimated:.0%} of the evidence's log det estimated"
+        return f"{within} in the basis, {self.dof_outside:.2f} outside; {share}"
+
 
 def _line(name: str, value: str) -> str:
     return f"  {name + ':':<31}{value}"
@@ -265,6 +281,22 @@ def effective_dof(H: torch.Tensor, prior: torch.Tensor) -> float:
         prior precision on the subspace VᵀDV `(K, K)`
     """
     return float(torch.linalg.solve(H + prior, H).trace())
+
+
+def _outside(posterior: SubspacePosterior) -> tuple[float | None, float]:
+    """Degrees of freedom outside the basis, and the estimated share of the evidence's
+    log determinant."""
+    tail = posterior.tail
+    if tail is None or not posterior.is_scalar:
+        return None, 0.0
+    spectrum = tail.spectrum
+    ridge = posterior.prior.double() / posterior.factor.double()
+    top = spectrum.scaled[: posterior.rank]
+    freedom = spectrum.degrees_of_freedom(ridge) - (top / (top + ridge)).sum()
+    if spectrum.is_exact or not posterior.whole:
+        return max(float(freedom), 0.0), 0.0
+    share = posterior.log_det_outside / posterior.log_det_ratio
+    return max(float(freedom), 0.0), float(share)
 
 
 def _estimate(
@@ -428,6 +460,7 @@ def diagnose(
         posterior = la.posterior
         prior = posterior.prior_on_subspace
         dof = effective_dof(posterior.precision - prior, prior)
+        dof_outside, estimated = _outside(posterior)
     exact, errors, weight_error = None, None, None
     if dense:
         exact = ExactLaplace.from_loader(la, loader, budget, progress_bar)
@@ -475,6 +508,8 @@ def diagnose(
         eigenvalues=posterior.basis.eigenvalues,
         explained=posterior.basis.explained,
         effective_dof=dof,
+        dof_outside=dof_outside,
+        evidence_estimated=estimated,
         nystrom=error,
         ella_error=None if errors is None else float(errors.mean()),
         ella_errors=errors,

@@ -170,14 +170,17 @@ def search_temperature_and_prior(
 
 
 def rank_by_evidence(posterior: SubspacePosterior, share: float) -> int:
-    """The smallest rank whose log determinant ratio has reached a share of rank K's.
+    """The smallest rank whose directions have a share of the log determinant ratio: of
+    that of all K, or of the whole spectrum's where the evidence is of that.
 
     At fixed θ̂ every direction can only add to the Occam factor, so that the evidence
-    falls with k and its maximum says nothing; where it levels off does: the directions
-    beyond are ones the data say nothing about.
+    of the basis falls with k and its maximum says nothing; where it levels off does:
+    the directions beyond are ones the data say nothing about. The evidence of the
+    whole spectrum hardly depends on k.
     """
-    ratios = posterior.log_det_ratios()
-    return int((ratios < share * ratios[-1]).sum()) + 1
+    within = posterior.with_(whole=False).log_det_ratios()
+    reached = share * posterior.log_det_ratio
+    return min(int((within < reached).sum()) + 1, posterior.rank)
 
 
 def search_rank(
