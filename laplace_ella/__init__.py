@@ -27,7 +27,7 @@ from laplace_ella.fitting.memory import MemoryEstimate
 from laplace_ella.fitting.stopping import EarlyStopping, augmented_validation
 from laplace_ella.last_layer import ELLALLLaplace
 from laplace_ella.posterior.basis import NystromBasis
-from laplace_ella.posterior.outside import Complement
+from laplace_ella.posterior.outside import Complement, EvidenceOf
 from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.layout import OutputLayout
 from laplace_ella.support.links import Link
@@ -47,6 +47,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "Complement",
     "ComputeOptions",
     "EarlyStopping",
+    "EvidenceOf",
     "FeatureMode",
     "Link",
     "OutputLayout",

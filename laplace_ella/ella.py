@@ -107,10 +107,13 @@ or None, default=None
         direction of differentiation, see `FeatureMode`
     row_mode : RowMode or str, default="auto"
         how sampled gradients are taken, see `RowMode`; `backend` may set it
-    complement : Complement or str, optional
-        what becomes of the directions outside the basis, see `Complement`; may be
-        changed after the fit. By default kept at the prior for regression and for exact
-        fits, dropped otherwise
+    complement : Complement, str or float, optional
+        what becomes of the directions outside the basis, see `Complement`; a number is
+        their precision. May be changed after the fit, except to "matched", which the
+        fit must know of. By default matched for regression, at the prior for exact
+        fits and priors of several values, dropped otherwise
+    evidence : EvidenceOf or str, default="whole"
+        which directions the evidence is of, see `EvidenceOf`
     stochastic : bool or int, default=False
         estimate the curvature from targets sampled from the model, so many per example:
         one backward pass each, however many outputs and directions there are
