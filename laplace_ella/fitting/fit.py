@@ -219,12 +219,16 @@ class Fitter:
             len(rows.buffer),
             progress_bar,
         )
-        for some in gradients("[Sampling gradients]", pairs):
-            add_rows(rows, some)
-            if sketch is not None:
-                groups.append(sketch(some))
-            del some  # before the next ones are computed
-        check_finite([torch.isfinite(rows.energy)], "gradients", SAMPLING)
+        finite: list[torch.Tensor] = []
+        for batch in gradients("[Sampling gradients]", pairs):
+            for some in batch:
+                add_rows(rows, some, finite)
+                if sketch is not None:
+                    groups.append(sketch(some))
+                del some  # before the next ones are computed
+            # The sum of all squares is finite as long as all rows are.
+            finite.append(torch.isfinite(rows.energy))
+        check_finite(finite, "gradients", SAMPLING)
         basis = self._finish_basis(rows, exact)
         span = None
         if sketch is not None:
@@ -233,7 +237,8 @@ class Fitter:
             if len(others[0]):
                 norms = [
                     span.outside(some).double().square().sum(-1)
-                    for some in gradients("[Other gradients]", others)
+                    for batch in gradients("[Other gradients]", others)
+                    for some in batch
                 ]
                 span = span.compared_with(torch.cat(norms))
         if exact:
@@ -315,9 +320,9 @@ class Fitter:
         progress_bar: bool,
         description: str,
         pairs: tuple[np.ndarray, np.ndarray],
-    ) -> Iterator[torch.Tensor]:
-        """The gradients of pairs (positions among `indices`, outputs), a few rows at a
-        time, where the directions stay."""
+    ) -> Iterator[Iterator[torch.Tensor]]:
+        """The gradients of pairs (positions among `indices`, outputs), batch by batch,
+        a few rows at a time, where the directions stay."""
         linearizer, device = self.linearizer, self.linearizer.device
         n_outputs = math.prod(positions.output_shape)
         examples, outputs = pairs
@@ -332,7 +337,7 @@ class Fitter:
                 shape = linearizer.probe(x).output_shape
                 check_positions(linearizer.layout.of(shape), positions)
             here = np.flatnonzero((where >= seen) & (where < seen + size))
-            for rows in linearizer.row_chunks(
+            rows = linearizer.row_chunks(
                 x,
                 torch.as_tensor(where[here] - seen, device=device),
                 # Of these pairs alone: all outputs by all outputs may be huge.
@@ -340,9 +345,8 @@ class Fitter:
                     torch.as_tensor(outputs[here], device=device), n_outputs
                 ).float(),
                 at_most=at_most,
-            ):
-                yield rows.to(self.home)
-                del rows  # before the next ones are computed
+            )
+            yield (some.to(self.home) for some in rows)
             seen += size
         if seen != len(used):
             raise ValueError(
@@ -550,12 +554,13 @@ class Fitter:
         return dataclasses.replace(start, sums=sums, history=())
 
 
-def add_rows(sketch: RowSketch, rows: torch.Tensor) -> None:
-    """Add gradients; a full buffer with NaN in it is told as such."""
+def add_rows(sketch: RowSketch, rows: torch.Tensor, finite: list[torch.Tensor]) -> None:
+    """Add gradients; a full buffer with NaN in it is told as such, with the batch after
+    those that were `finite`."""
     try:
         sketch.add(rows)
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-        check_finite([torch.isfinite(sketch.energy)], "gradients", SAMPLING)
+        check_finite([*finite, torch.isfinite(sketch.energy)], "gradients", SAMPLING)
         raise
 
 
