@@ -132,8 +132,8 @@ def fine_tune(model: nn.Module, train: Images, how: FineTuning) -> nn.Module:
     for weights in posterior:
         weights.mu.requires_grad_()
         weights.rho.requires_grad_()
-    # The means are at an optimum, from which Adam's steps, which are as long for
-    # small gradients, would lead away.
+    # The means go on as the networks were trained; the deviations, by Adam, can change
+    # severalfold in one epoch however small their gradients are.
     optimizers = (
         torch.optim.SGD([w.mu for w in posterior], how.learning_rate, momentum=0.9),
         torch.optim.Adam([w.rho for w in posterior], how.scale_learning_rate),
