@@ -11,7 +11,8 @@ CORE_TESTS := $(addprefix tests/test_,complement.py core_dense.py errors.py \
 
 # What other people's libraries are needed for, in an environment of their own.
 CLIENTS := .venv-clients
-CLIENT_TESTS := $(addprefix tests/test_,architectures.py clients.py collators.py)
+CLIENT_TESTS := $(addprefix tests/test_,architectures.py clients.py collators.py \
+	mean_field.py)
 
 .PHONY: help demo results-demo test test-new test-old test-clients lint format clean
 
@@ -41,7 +42,7 @@ $(OLD_LAPLACE)/.done: pyproject.toml $(VENV)/.test
 
 $(CLIENTS)/.done: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet -e ".[test,clients]"
+	$(CLIENTS)/bin/python -m pip install --quiet -e ".[test,clients,paper]"
 	@touch $@
 
 demo: $(VENV)/.demo ## compare ELLA with the rest of the family on embedded data

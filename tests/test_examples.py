@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib
 import runpy
-import sys
-import tempfile
 import warnings
 from argparse import Namespace
 from pathlib import Path
@@ -128,16 +125,6 @@ def test_bayesian_optimisation(capsys):
 def cache_dir(tmp_path_factory):
     """Features that the scripts share, as they do in a full run."""
     return tmp_path_factory.mktemp("features")
-
-
-@pytest.fixture
-def paper(tmp_path, monkeypatch):
-    """The reproductions can be imported, and temporary folders are in `tmp_path`."""
-    monkeypatch.syspath_prepend(PAPER)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield importlib.import_module
-    for name in [n for n in sys.modules if n.split(".")[0] == "common"]:
-        del sys.modules[name]
 
 
 @pytest.fixture

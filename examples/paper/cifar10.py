@@ -20,11 +20,15 @@ spread is over seeds alone.
 laplace-torch's posteriors over all layers, which need a Jacobian for each image, are
 compared with the others on the first --n-subset test images.
 
-Interrupt and start again at will: features, predictions and rows are kept.
+Interrupt and start again at will: features, predictions and rows are kept. Rows that
+`mfvi.py` found are taken into the table; --tables writes the tables again from the
+published rows, and computes nothing.
 """
 
 from __future__ import annotations
 
+import csv
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +59,9 @@ CIFAR_HEAD_WEIGHTS = 650
 
 #: Links of methods that have none.
 NO_LINK = "–"
+
+#: Settings that rows of one table have in common.
+SAME_IMAGES = ("n_validation", "n_test", "strength")
 
 SCORES = {k: COLUMNS[k] for k in ("nll", "ece", "accuracy", "brier")}
 SPREAD_COLUMNS = {k: COLUMNS[k] for k in list(COLUMNS)[:6]}
@@ -476,6 +483,9 @@ def parse(argv: list[str] | None) -> Any:
         "--n-subset", type=int, default=1000, help="for all-layer methods, 0: none"
     )
     parser.add_argument("--n-subset-validation", type=int, default=200)
+    parser.add_argument(
+        "--tables", action="store_true", help="only write the tables of methods again"
+    )
     args = runs.start(parser, argv)
     if args.smoke:
         args.rank, args.ranks, args.subsample_size = 6, [4, 6], 16
@@ -500,17 +510,18 @@ def parse(argv: list[str] | None) -> Any:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     args = parse(argv)
     name = args.network
+    if args.tables:
+        rows = published_rows(args.out, name)
+        write_methods(args, rows)
+        return rows
     setup = first_setup(args)
     evaluation = make_evaluation(args, setup, name)
     simple_methods(evaluation, setup)
     last_layer_methods(args, evaluation, setup)
     last_layer_ella(args, evaluation, setup)
     ella_methods(args, evaluation, setup, args.ranks)
-    rows = [r for r in evaluation.results.rows.values() if "rows" not in r]
-    rows += best_rows(evaluation)
-    runs.write_csv(args.out / f"{name}.csv", rows)
-    write_tables(args.out / f"{name}.md", rows, COLUMNS)
-    write_summary(args.out / f"{name}_summary.md", rows, args)
+    rows = [*method_rows(args.out, name), *best_rows(evaluation)]
+    write_methods(args, rows)
     write_facts(args.out / f"{name}_facts.md", args, evaluation, setup)
     plot_reliability(args.out / f"{name}_reliability.png", evaluation, args)
     runs.write_environment(args.out / f"{name}_environment.json", args)
@@ -530,6 +541,39 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     return rows
 
 
+def method_rows(folder: Path, network: str) -> list[dict[str, Any]]:
+    """Rows of single methods, from the files of this script and of `mfvi.py`."""
+    rows, images = [], None
+    for path in (folder / f"{network}.json", folder / f"{network}_mfvi.json"):
+        if not path.exists():
+            continue
+        stored = json.loads(path.read_text())
+        its_images = {name: stored["settings"][name] for name in SAME_IMAGES}
+        if images not in (None, its_images):
+            print(f"{path.name} is not in the table: {its_images}, not {images}")
+            continue
+        images = its_images
+        rows += [row for row in stored["rows"].values() if "rows" not in row]
+    return rows
+
+
+def published_rows(folder: Path, network: str) -> list[dict[str, Any]]:
+    """All rows of the table; the best ones have no file but the table's own."""
+    with (folder / f"{network}.csv").open(newline="") as file:
+        best = [row for row in csv.DictReader(file) if row["link"] == "chosen"]
+    numbers = ("accuracy", "nll", "ece", "brier", "val_nll")
+    best = [{**row, **{k: float(row[k]) for k in numbers}} for row in best]
+    return [*method_rows(folder, network), *best]
+
+
+def write_methods(args: Any, rows: list[dict[str, Any]]) -> None:
+    """The table of all methods, and that of the main ones."""
+    name = args.network
+    runs.write_csv(args.out / f"{name}.csv", rows)
+    write_tables(args.out / f"{name}.md", rows, COLUMNS)
+    write_summary(args.out / f"{name}_summary.md", rows, args)
+
+
 def summary(rows: list[dict[str, Any]], args: Any) -> list[dict[str, Any]]:
     """The main methods with the link that suits them, both protocols in one row."""
     first, last = args.ranks[0], args.ranks[-1]
@@ -537,6 +581,7 @@ def summary(rows: list[dict[str, Any]], args: Any) -> list[dict[str, Any]]:
     wanted = [
         ("MAP", NO_LINK),
         ("temperature scaling", NO_LINK),
+        ("MFVI-BF", "mc"),
         (last_layer_name("full", "evidence"), "probit"),
         (last_layer_name("full", "both"), "probit"),
         (f"last-layer {Setting(head, 'both')}", "probit"),

@@ -93,7 +93,7 @@ def start(parser: argparse.ArgumentParser, argv: list[str] | None) -> Any:
     return args
 
 
-def environment(args: Any) -> dict[str, Any]:
+def environment(args: Any, more_packages: Iterable[str] = ()) -> dict[str, Any]:
     """Versions and machine, for the head of a result file."""
 
     def installed(package: str) -> str:
@@ -111,13 +111,13 @@ def environment(args: Any) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "laplace-ella": laplace_ella.__version__,
-        **{package: installed(package) for package in PACKAGES},
+        **{package: installed(package) for package in (*PACKAGES, *more_packages)},
         "machine": f"{cpu}, {os.cpu_count()} cores, {args.threads} used",
     }
 
 
-def write_environment(path: Path, args: Any) -> None:
-    path.write_text(json.dumps(environment(args), indent=1) + "\n")
+def write_environment(path: Path, args: Any, more_packages: Iterable[str] = ()) -> None:
+    path.write_text(json.dumps(environment(args, more_packages), indent=1) + "\n")
 
 
 class Results:
