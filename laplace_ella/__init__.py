@@ -29,6 +29,7 @@ from laplace_ella.last_layer import ELLALLLaplace
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.subspace import Complement, SubspacePosterior
 from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.links import Link
 from laplace_ella.support.presets import PAPER
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.calibration import temperature_scaling
@@ -46,6 +47,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "ComputeOptions",
     "EarlyStopping",
     "FeatureMode",
+    "Link",
     "OutputLayout",
     "RowMode",
     "augmented_validation",

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from laplace_ella.support.links import Link
+
 __all__ = ["main"]
 
 DONE, NOTHING_SUCCEEDED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -108,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--list", action=_ListMethods, help="list the methods and exit"
     )
-    compare.add_argument("--links", type=_words, help="mc, probit, bridge, bridge_norm")
+    compare.add_argument("--links", type=_words, help=", ".join(Link))
     compare.add_argument("--seeds", type=_integers, help="such as 0,1,2")
     compare.add_argument("--tune", choices=("marglik", "gridsearch", "none"))
     compare.add_argument("--prior-precision", type=float)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from laplace.utils.enums import (
-    LinkApprox,
     PredType,
     PriorStructure,
     TuningMethod,
@@ -36,6 +35,7 @@ from laplace_ella.support.checks import (
     positive_int,
 )
 from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.links import Link
 from laplace_ella.support.preserve import full_precision
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.evidence import Evidence, climb, maximize
@@ -128,6 +128,10 @@ or None, default=None
         where the outputs of models that predict at many positions (tokens, pixels) have
         their channels, see `OutputLayout`; predictions come in the model's layout.
         Positions with class index -100 count for nothing
+    softmax_temperature : float, default=1
+        τ: predicted probabilities are those of f/τ. Unlike `temperature` it changes
+        neither the fit nor the variance of f, and below 1 it makes predictions more
+        confident; for `multi_label` the sigmoid's
     multi_label : bool, default=False
         classification with C labels that are there or not, each by a sigmoid, instead
         of one class of C; targets are 0 or 1, in the shape of the output
@@ -303,12 +307,12 @@ or None, default=None
         posterior: SubspacePosterior,
         data: DataLoader | FeatureCache | None,
         loss: Loss | None,
-        link_approx: LinkApprox | str,
+        link_approx: Link | str,
         n_samples: int,
         progress_bar: bool,
     ) -> Validator:
         """Validation loss over features that are computed now, or were before."""
-        link_approx = member(LinkApprox, "link_approx", link_approx)
+        link_approx = member(Link, "link_approx", link_approx)
         positive_int("n_samples", n_samples)
         check_loss(loss)
         if data is None:
@@ -342,7 +346,7 @@ or None, default=None
         log_prior_prec_min: float = -4,
         log_prior_prec_max: float = 4,
         grid_size: int = 100,
-        link_approx: LinkApprox | str = DEFAULT_LINK,
+        link_approx: Link | str = DEFAULT_LINK,
         n_samples: int = 100,
         verbose: bool = False,
         progress_bar: bool = False,
@@ -462,7 +466,7 @@ or None, default=None
         self,
         val_loader: DataLoader | FeatureCache,
         loss: Loss | None = None,
-        link_approx: LinkApprox | str = DEFAULT_LINK,
+        link_approx: Link | str = DEFAULT_LINK,
         n_samples: int = 512,
         tune_prior: bool = False,
         log_prior_prec_min: float = -2,
@@ -480,7 +484,7 @@ or None, default=None
         val_loader : DataLoader or FeatureCache
         loss : torchmetrics.Metric or callable, optional
             as for `optimize_prior_precision`; the negative log likelihood by default
-        link_approx : LinkApprox or str, default="probit"
+        link_approx : Link or str, default="probit"
             set it to the one you predict with
         n_samples : int, default=512
         tune_prior : bool, default=False
@@ -546,7 +550,7 @@ or None, default=None
         val_loader: DataLoader | FeatureCache | None = None,
         ranks: Sequence[int] | None = None,
         loss: Loss | None = None,
-        link_approx: LinkApprox | str = DEFAULT_LINK,
+        link_approx: Link | str = DEFAULT_LINK,
         n_samples: int = 512,
         share: float = 0.95,
         progress_bar: bool = False,

@@ -131,6 +131,17 @@ def probit(f_mu, f_var):
     return (f_mu / scale).softmax(-1)
 
 
+def centered_probit(f_mu, f_var):
+    """Probit of each logit against the mean of the others, by the contrast matrix."""
+    C = f_mu.shape[-1]
+    if C == 1:
+        return torch.ones_like(f_mu)
+    contrast = (torch.eye(C).double() * C - 1) / (C - 1)
+    scale = 1 + pi / 8 * (contrast @ f_var @ contrast.T).diagonal(dim1=1, dim2=2)
+    centred = f_mu - f_mu.mean(-1, keepdim=True)
+    return (centred / scale.sqrt()).softmax(-1)
+
+
 def bridge(f_mu, f_var, normalise=False):
     """Laplace bridge: zero-sum correction, then the mean of the Dirichlet."""
     C = f_mu.shape[-1]
@@ -147,6 +158,7 @@ def bridge(f_mu, f_var, normalise=False):
 
 LINKS = {
     "probit": probit,
+    "probit_centered": centered_probit,
     "bridge": bridge,
     "bridge_norm": lambda f_mu, f_var: bridge(f_mu, f_var, normalise=True),
     "mc": lambda f_mu, f_var: sampled_probs(f_mu, f_var, 100_000),

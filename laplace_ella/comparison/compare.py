@@ -92,8 +92,9 @@ def compare(
         out-of-distribution sets by name; labels are ignored. Each adds an AUROC column
     methods : names, `Method` objects, or {name: kwargs of Laplace(...)}, optional
         default `default_methods(likelihood)`
-    links : sequence of {'mc', 'probit', 'bridge', 'bridge_norm'}
-        each gives a row per method; the first is used for tuning
+    links : sequence of Link or str
+        each gives a row per method; the first is used for tuning. laplace-torch's
+        classes do not have 'probit_centered', as their rows say
     n_samples : int
         of the Monte-Carlo link
     seeds : sequence of int

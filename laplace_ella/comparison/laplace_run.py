@@ -29,6 +29,7 @@ from laplace_ella.comparison.predictions import (
 )
 from laplace_ella.comparison.search import Choice, GridSearch, at_border
 from laplace_ella.comparison.settings import Settings
+from laplace_ella.support.links import Link
 from laplace_ella.support.resources import Stopwatch
 
 __all__ = ["LaplaceRun", "NotRun", "build_laplace", "peak"]
@@ -303,7 +304,8 @@ class LaplaceRun:
     # --- predictions -----------------------------------------------------------------
 
     def _predictor(self, link: str, tau: float) -> Callable[[Any], Any]:
-        """x → what `la` predicts, its logits divided by τ."""
+        """x → what `la` predicts, its logits divided by τ; by links that laplace-torch
+        does not have, too."""
         la, n_samples = self.la, self.settings.n_samples
         pred_type = self.method.prediction_type
         named = {"link_approx": "mc" if self.by_sampled_weights else link}
@@ -317,7 +319,8 @@ class LaplaceRun:
                 *moments(la, x), link, n_samples, softmax_temperature=tau
             )
 
-        return by_laplace if tau == 1.0 else by_moments
+        foreign = link == Link.PROBIT_CENTERED and not self.method.is_ella
+        return by_moments if foreign or tau != 1.0 else by_laplace
 
     # --- the report ------------------------------------------------------------------
 

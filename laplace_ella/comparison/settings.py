@@ -12,10 +12,11 @@ import numpy as np
 from laplace_ella.comparison.methods import Tuning, plain_value
 from laplace_ella.support.checks import check_positive, member, positive_int
 from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.links import Link
 
 __all__ = ["Settings", "check_likelihood", "check_seeds", "make_settings"]
 
-LINKS = ("mc", "probit", "bridge", "bridge_norm")
+LINKS = tuple(link.value for link in Link)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,10 @@ def _decompose_ella(
         )
         if la.likelihood == Likelihood.CLASSIFICATION:
             generator = generator or la.fitter.fresh_generator()
-            parts = _decompose_classes(values, n_samples, generator, predictor.family)
+            observation = predictor.observation
+            parts = _decompose_classes(
+                observation.logits(values), n_samples, generator, observation.family
+            )
         else:
             noise = _noise_variance(la, values.mean)
             parts = _decompose_variance(values.mean, values.variance(), noise)

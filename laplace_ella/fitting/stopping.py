@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from laplace.utils.enums import LinkApprox
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella.fitting import sampling
 from laplace_ella.support.batches import split_batch
 from laplace_ella.support.checks import member, positive_int
+from laplace_ella.support.links import Link
 from laplace_ella.support.preserve import random_states
 from laplace_ella.tuning.validation import DEFAULT_LINK, check_loss
 
@@ -45,7 +45,7 @@ class EarlyStopping:
         as for `optimize_prior_precision`; the negative log likelihood by default
     maximize : bool, default=False
         whether larger values of `loss` are better
-    link_approx : LinkApprox or str, default="probit"
+    link_approx : Link or str, default="probit"
         set it to the one you predict with; the paper's is 'mc'
     n_samples : int, default=512
         of the link 'mc', as in the paper
@@ -57,7 +57,7 @@ class EarlyStopping:
     patience: int = 8
     loss: Any = None
     maximize: bool = False
-    link_approx: LinkApprox | str = DEFAULT_LINK
+    link_approx: Link | str = DEFAULT_LINK
     n_samples: int = 512
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class EarlyStopping:
         if not (self.growth > 1 and math.isfinite(self.growth)):  # also refuses NaN
             raise ValueError(f"growth must exceed 1 and be finite, got {self.growth}.")
         check_loss(self.loss)
-        link = member(LinkApprox, "link_approx", self.link_approx)
+        link = member(Link, "link_approx", self.link_approx)
         object.__setattr__(self, "link_approx", link)
 
     def checkpoints(self) -> Iterator[int]:

@@ -94,6 +94,8 @@ class FittedLaplace(ParametricLaplace):
     set at any time.
     """
 
+    _softmax_temperature = 1.0  # of objects that were pickled before there was one
+
     H = from_fit(lambda fit: fit.sums.H)
     loss = from_fit(lambda fit: fit.sums.loss.to(fit.mean.dtype))
     n_data = from_fit(lambda fit: fit.sums.n_data)
@@ -133,6 +135,7 @@ class FittedLaplace(ParametricLaplace):
         complement: Complement | str | None = None,
         stochastic: bool | int = False,
         output_layout: OutputLayout | str = OutputLayout.FLAT,
+        softmax_temperature: float = 1.0,
         multi_label: bool = False,
         parameter_names: Sequence[str] | None = None,
         feature_mode: FeatureMode | str = FeatureMode.AUTO,
@@ -209,6 +212,7 @@ class FittedLaplace(ParametricLaplace):
                 "multi_label=True is for likelihood='classification', got "
                 f"{Likelihood(self.likelihood).value!r}."
             )
+        self.softmax_temperature = softmax_temperature
         if several:
             self.sigma_noise = sigma_noise
         if parameter_names is not None:
@@ -306,6 +310,29 @@ class FittedLaplace(ParametricLaplace):
         self._posterior_scale = None
 
     @property
+    def softmax_temperature(self) -> float:
+        """τ: predicted probabilities are those of f/τ; the posterior does not change.
+
+        Distinct from `temperature`, which widens or narrows the posterior.
+        """
+        return self._softmax_temperature
+
+    @softmax_temperature.setter
+    def softmax_temperature(self, tau: float) -> None:
+        tau = from_numpy(tau)
+        if isinstance(tau, torch.Tensor) and tau.numel() == 1:
+            tau = tau.item()
+        if isinstance(tau, bool) or not isinstance(tau, (int, float)):
+            raise TypeError(f"softmax_temperature must be one number, got {tau!r}.")
+        check_positive("softmax_temperature", tau)
+        if tau != 1 and self._family.is_regression:
+            raise ValueError(
+                "softmax_temperature is for classification; this likelihood is "
+                f"{Likelihood(self.likelihood).value!r}, got {tau}. Scale sigma_noise."
+            )
+        self._softmax_temperature = float(tau)
+
+    @property
     def complement(self) -> Complement | None:
         """What becomes of the directions outside the basis.
 
@@ -385,7 +412,11 @@ class FittedLaplace(ParametricLaplace):
     @property
     def _observation(self) -> ObservationModel:
         return ObservationModel(
-            self._family, self.output_layout, self.sigma_noise, self.temperature
+            self._family,
+            self.output_layout,
+            self.sigma_noise,
+            self.temperature,
+            self.softmax_temperature,
         )
 
     @property
@@ -600,6 +631,7 @@ class FittedLaplace(ParametricLaplace):
             "prior_precision": self.prior_precision.detach(),
             "sigma_noise": self.sigma_noise.detach(),
             "temperature": float(self.temperature),
+            "softmax_temperature": self.softmax_temperature,
             "complement": (self._complement or fit.complement).value,
             "enable_backprop": self.enable_backprop,
             **{f"mode_{name}": mode for name, mode in self.modes.to_dict().items()},
@@ -635,4 +667,6 @@ class FittedLaplace(ParametricLaplace):
                 "enable_backprop",
             ):
                 setattr(self, name, state_dict[name])
+            # Checkpoints from before there was one have none.
+            self.softmax_temperature = state_dict.get("softmax_temperature", 1.0)
         self.linearizer.adopt(fit.basis.rank, modes)

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from laplace.utils.enums import (
     Likelihood,
-    LinkApprox,
     PredType,
 )
 from torch.utils.data import DataLoader
 
 from laplace_ella.interface.fitted import FittedLaplace
-from laplace_ella.posterior import predictive
 from laplace_ella.posterior.predictor import Predictor, class_dim
 from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.batches import to_device
@@ -24,6 +22,7 @@ from laplace_ella.support.checks import (
     member,
     positive_int,
 )
+from laplace_ella.support.links import Link
 from laplace_ella.support.preserve import full_precision
 from laplace_ella.tuning.cache import FeatureCache, cache_loader
 from laplace_ella.tuning.validation import (
@@ -38,7 +37,11 @@ class PredictingLaplace(FittedLaplace):
 
     def _predictor(self, create_graph: bool = False) -> Predictor:
         return Predictor(
-            self.posterior, self.linearizer, self._family, self._dtype, create_graph
+            self.posterior,
+            self.linearizer,
+            self._observation,
+            self._dtype,
+            create_graph,
         )
 
     @contextmanager
@@ -55,7 +58,7 @@ class PredictingLaplace(FittedLaplace):
         x: torch.Tensor | MutableMapping[str, Any],
         pred_type: PredType | str = PredType.GLM,
         joint: bool = False,
-        link_approx: LinkApprox | str = DEFAULT_LINK,
+        link_approx: Link | str = DEFAULT_LINK,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
@@ -72,8 +75,9 @@ class PredictingLaplace(FittedLaplace):
             linearised predictive ('gp' is the same) or sampled weights
         joint : bool, default=False
             regression: one covariance over all B·C values
-        link_approx : {'mc', 'probit', 'bridge', 'bridge_norm'}, default='probit'
-            classification: link of the linearised predictive; only 'mc' for 'nn'
+        link_approx : Link or str, default='probit'
+            classification: link of the linearised predictive, one of 'mc', 'probit',
+            'probit_centered', 'bridge' and 'bridge_norm'; only 'mc' for 'nn'
         n_samples : int, default=100
             samples for 'mc' and 'nn'
         diagonal_output : bool, default=False
@@ -93,8 +97,8 @@ class PredictingLaplace(FittedLaplace):
         are those of the C outputs at each position, `(B, *positions, C, C)`.
         """
         pred_type = member(PredType, "pred_type", pred_type)
-        link_approx = member(LinkApprox, "link_approx", link_approx)
-        if pred_type == PredType.NN and link_approx != LinkApprox.MC:
+        link_approx = member(Link, "link_approx", link_approx)
+        if pred_type == PredType.NN and link_approx != Link.MC:
             raise ValueError(
                 "pred_type='nn' samples weights, so it needs link_approx='mc', got "
                 f"link_approx={link_approx.value!r}."
@@ -126,7 +130,8 @@ class PredictingLaplace(FittedLaplace):
 
     def _probabilities(self, samples: torch.Tensor) -> torch.Tensor:
         """The inverse link of samples of the outputs, `(n, B, ...)`."""
-        return self._family.probabilities(samples, class_dim(self.output_layout))
+        dim = class_dim(self.output_layout)
+        return self._observation.sampled_probabilities(samples, dim)
 
     def features(
         self, x: torch.Tensor | MutableMapping[str, Any]
@@ -160,7 +165,7 @@ class PredictingLaplace(FittedLaplace):
         self,
         cache: FeatureCache,
         *,
-        link_approx: LinkApprox | str = DEFAULT_LINK,
+        link_approx: Link | str = DEFAULT_LINK,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
@@ -170,7 +175,7 @@ class PredictingLaplace(FittedLaplace):
         Try priors, noises, temperatures and links at the cost of K×K algebra. Of
         models with outputs at many positions, one row per position.
         """
-        link_approx = member(LinkApprox, "link_approx", link_approx)
+        link_approx = member(Link, "link_approx", link_approx)
         positive_int("n_samples", n_samples)
         check_generator(generator, self._device)
         generator = generator or self._fresh_generator()
@@ -184,13 +189,8 @@ class PredictingLaplace(FittedLaplace):
                     parts.append((values.mean, variance()))
                     continue
                 parts.append(
-                    predictive.class_probabilities(
-                        values,
-                        link_approx,
-                        n_samples,
-                        diagonal_output,
-                        generator,
-                        self._family,
+                    self._observation.probabilities(
+                        values, link_approx, n_samples, diagonal_output, generator
                     )
                 )
         if self._family.is_regression:
@@ -305,7 +305,7 @@ class PredictingLaplace(FittedLaplace):
         self,
         x: torch.Tensor | MutableMapping[str, Any],
         pred_type: PredType | str = PredType.GLM,
-        link_approx: LinkApprox | str = DEFAULT_LINK,
+        link_approx: Link | str = DEFAULT_LINK,
         n_samples: int = 100,
     ) -> Any:
         """`la(x, ...)`, by the name it had once."""

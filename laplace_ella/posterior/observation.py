@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from laplace_ella import metrics
-from laplace_ella.posterior import likelihood
+from laplace_ella.posterior import likelihood, predictive
 from laplace_ella.posterior.likelihood import Family
+from laplace_ella.posterior.predictive import FunctionValues
 from laplace_ella.support.layout import OutputLayout, Positions
+from laplace_ella.support.links import Link
 
 __all__ = ["ObservationModel"]
 
@@ -31,12 +33,16 @@ class ObservationModel:
         `(C,)`
     temperature : float or torch.Tensor
         T, by which the log likelihood is divided
+    softmax_temperature : float
+        τ, by which the outputs are divided before the softmax or sigmoid of
+        predictions; loss and curvature are those of the outputs as they are
     """
 
     family: Family
     layout: OutputLayout
     sigma_noise: torch.Tensor
     temperature: float | torch.Tensor
+    softmax_temperature: float = 1.0
 
     @property
     def has_several_noises(self) -> bool:
@@ -92,6 +98,35 @@ class ObservationModel:
         noise = sigma.reshape(-1).expand_as(loss)
         normalizer = n_each * (noise * math.sqrt(2 * math.pi)).log()
         return -(factor * loss + normalizer).sum()
+
+    def logits(self, f: FunctionValues) -> FunctionValues:
+        """f/τ, of which the predicted probabilities are the softmax or sigmoid."""
+        return f.divided_by(self.softmax_temperature)
+
+    def probabilities(
+        self,
+        f: FunctionValues,
+        link_approx: Link | str,
+        n_samples: int,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Probabilities (B, C) of classes or labels by one of the links."""
+        return predictive.class_probabilities(
+            self.logits(f),
+            link_approx,
+            n_samples,
+            diagonal_output,
+            generator,
+            self.family,
+        )
+
+    def sampled_probabilities(
+        self, samples: torch.Tensor, dim: int = -1
+    ) -> torch.Tensor:
+        """Probabilities of sampled outputs, whose classes are in dimension `dim`."""
+        tau = self.softmax_temperature
+        return self.family.probabilities(samples if tau == 1 else samples / tau, dim)
 
     def default_loss(self) -> Callable[..., float]:
         """Negative log likelihood of predictions, the loss of every search.

@@ -11,12 +11,20 @@ import math
 from dataclasses import dataclass
 
 import torch
-from laplace.utils.enums import LinkApprox
 
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.support.batches import chunks
+from laplace_ella.support.checks import member
+from laplace_ella.support.links import Link
 
-__all__ = ["FunctionValues", "bridge", "class_probabilities", "draw", "probit"]
+__all__ = [
+    "FunctionValues",
+    "bridge",
+    "centered_probit",
+    "class_probabilities",
+    "draw",
+    "probit",
+]
 
 #: Floats that one chunk of Monte-Carlo samples may hold.
 SAMPLE_BUDGET = 2**24
@@ -56,6 +64,27 @@ class FunctionValues:
         """f_var · 1 `(B, C)`, as A(Aᵀ1)."""
         sums = (self.factor @ self.factor.sum(1).unsqueeze(-1)).squeeze(-1)
         return sums if self.residual is None else sums + self.residual.sum(-1)
+
+    def divided_by(self, scale: float) -> FunctionValues:
+        """The Gaussian of f/scale; by 1 the very same numbers."""
+        if scale == 1:
+            return self
+        residual = None if self.residual is None else self.residual / scale**2
+        return FunctionValues(self.mean / scale, self.factor / scale, residual)
+
+    def centered(self) -> FunctionValues:
+        """The Gaussian of f − mean_c f, which has the same softmax.
+
+        The factor is centred, not the covariance: nothing cancels where the common
+        shift has nearly all of the variance, and no C×C matrix is formed.
+        """
+        mean = self.mean - self.mean.mean(-1, keepdim=True)
+        factor = self.factor - self.factor.mean(-2, keepdim=True)
+        residual = self.residual
+        if residual is not None:
+            residual = residual - residual.mean(-1, keepdim=True)
+            residual = residual - residual.mean(-2, keepdim=True)
+        return FunctionValues(mean, factor, residual)
 
     def root(self) -> torch.Tensor:
         """R `(B, C, min(K, C))` with RRᵀ = f_var.
@@ -105,8 +134,32 @@ def draw(
 
 def probit(f: FunctionValues, family: Family = Family.CATEGORICAL) -> torch.Tensor:
     """Probit approximation: logits scaled by 1/√(1 + π/8·var) before the link."""
-    kappa = torch.rsqrt(1 + math.pi / 8 * f.variance())
-    return family.probabilities(kappa * f.mean)
+    return _moderated(f.mean, f.variance(), family)
+
+
+def _moderated(
+    mean: torch.Tensor, variance: torch.Tensor, family: Family = Family.CATEGORICAL
+) -> torch.Tensor:
+    kappa = torch.rsqrt(1 + math.pi / 8 * variance)
+    return family.probabilities(kappa * mean)
+
+
+def centered_probit(f: FunctionValues, diagonal_output: bool = False) -> torch.Tensor:
+    """Probit of f − mean_c f: a common shift of the logits is no uncertainty.
+
+    The variance of a logit is that of its distance from the mean of the others,
+    (f_c − mean f)·C/(C − 1): of two classes the variance of f₁ − f₂, with which
+    MacKay's approximation of the sigmoid is met. `diagonal_output` takes the logits
+    for independent, by their marginal variances.
+    """
+    centered = f.centered()
+    variance = centered.variance()
+    C = f.mean.shape[-1]
+    if diagonal_output:
+        marginal = f.variance()
+        variance = marginal * (1 - 2 / C) + marginal.sum(-1, keepdim=True) / C**2
+    others = max(C - 1, 1)
+    return _moderated(centered.mean, variance * (C / others) ** 2)
 
 
 def bridge(f: FunctionValues, normalize: bool) -> torch.Tensor:
@@ -129,27 +182,26 @@ def bridge(f: FunctionValues, normalize: bool) -> torch.Tensor:
 
 def class_probabilities(
     f: FunctionValues,
-    link_approx: LinkApprox | str,
+    link_approx: Link | str,
     n_samples: int = 100,
     diagonal_output: bool = False,
     generator: torch.Generator | None = None,
     family: Family = Family.CATEGORICAL,
 ) -> torch.Tensor:
-    """Probabilities (B, C) of classes or labels by one of Laplace's links."""
-    if link_approx == LinkApprox.PROBIT:
-        return probit(f, family)
-    if link_approx in (LinkApprox.BRIDGE, LinkApprox.BRIDGE_NORM):
-        if family is Family.BERNOULLI:
-            raise ValueError(
-                "The Laplace bridge leads to a Dirichlet over classes; with "
-                "multi_label=True use link_approx='probit' or 'mc'."
-            )
-        return bridge(f, normalize=link_approx == LinkApprox.BRIDGE_NORM)
-    if link_approx != LinkApprox.MC:
+    """Probabilities (B, C) of classes or labels by one of the links."""
+    link = member(Link, "link_approx", link_approx)
+    if family is Family.BERNOULLI and link not in (Link.PROBIT, Link.MC):
         raise ValueError(
-            f"link_approx must be one of {[link.value for link in LinkApprox]}, "
-            f"got {link_approx!r}."
+            f"link_approx={link.value!r} is for one class of several: the Laplace "
+            "bridge leads to a Dirichlet, and a common shift matters to sigmoids. With "
+            "multi_label=True use link_approx='probit' or 'mc'."
         )
+    if link is Link.PROBIT:
+        return probit(f, family)
+    if link is Link.PROBIT_CENTERED:
+        return centered_probit(f, diagonal_output)
+    if link in (Link.BRIDGE, Link.BRIDGE_NORM):
+        return bridge(f, normalize=link is Link.BRIDGE_NORM)
     if not diagonal_output:  # the root is taken once for all chunks
         f = FunctionValues(f.mean, f.root())
     total = torch.zeros_like(f.mean)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from laplace.utils.enums import LinkApprox
 
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.posterior import predictive
 from laplace_ella.posterior.inputs import features_for
-from laplace_ella.posterior.likelihood import Family
+from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.predictive import FunctionValues
 from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.layout import OutputLayout, Positions
+from laplace_ella.support.links import Link
 from laplace_ella.support.metric import split_gradients
 from laplace_ella.support.preserve import full_precision
 
@@ -37,7 +37,7 @@ class Predictor:
     ----------
     posterior : SubspacePosterior
     linearizer : Linearizer
-    family : Family
+    observation : ObservationModel
     dtype : torch.dtype
         of the results; derivatives and algebra may be more precise
     create_graph : bool
@@ -46,7 +46,7 @@ class Predictor:
 
     posterior: SubspacePosterior
     linearizer: Linearizer
-    family: Family
+    observation: ObservationModel
     dtype: torch.dtype
     create_graph: bool = False
 
@@ -75,16 +75,16 @@ class Predictor:
     def probabilities(
         self,
         x: Any,
-        link_approx: LinkApprox,
+        link_approx: Link,
         n_samples: int,
         diagonal_output: bool,
         generator: torch.Generator | None,
     ) -> torch.Tensor:
-        """Probabilities of classes or labels, by one of Laplace's links."""
+        """Probabilities of classes or labels, by one of the links."""
         values, positions = self.function_values(x)
         with full_precision(self.linearizer.device):
-            rows = predictive.class_probabilities(
-                values, link_approx, n_samples, diagonal_output, generator, self.family
+            rows = self.observation.probabilities(
+                values, link_approx, n_samples, diagonal_output, generator
             )
         return positions.restore(rows).to(self.dtype)
 

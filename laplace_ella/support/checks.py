@@ -23,9 +23,12 @@ E = TypeVar("E", bound=Enum)
 
 
 def member(enum: type[E], name: str, value: Any) -> E:
-    """The member of a str enum, or an error that lists the valid values."""
+    """The member of a str enum, or an error that lists the valid values.
+
+    A member of another str enum, laplace-torch's for example, stands for its value.
+    """
     try:
-        return enum(value)
+        return enum(value.value if isinstance(value, Enum) else value)
     except ValueError:
         raise ValueError(
             f"{name} must be one of {[m.value for m in enum]}, got {value!r}."

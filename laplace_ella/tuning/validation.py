@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import torchmetrics
-from laplace.utils.enums import LinkApprox
 
-from laplace_ella.posterior import predictive
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.support.links import Link
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.eigenbasis import EigenPosterior, turn
 
@@ -28,7 +27,7 @@ __all__ = [
 Loss = torchmetrics.Metric | Callable[..., Any]
 
 #: Link where none is given, when tuning as when predicting.
-DEFAULT_LINK = LinkApprox.PROBIT
+DEFAULT_LINK = Link.PROBIT
 
 
 def check_loss(loss: Any) -> None:
@@ -81,7 +80,7 @@ class Validator:
         regression, as in Laplace. The negative log likelihood by default, for which
         variances `(N, C)` serve
     observation : ObservationModel
-    link_approx : LinkApprox
+    link_approx : Link
     n_samples : int
         of the link 'mc'
     fresh_generator : callable
@@ -91,7 +90,7 @@ class Validator:
     cache: FeatureCache
     loss: Loss | None
     observation: ObservationModel
-    link_approx: LinkApprox
+    link_approx: Link
     n_samples: int
     fresh_generator: Callable[[], torch.Generator | None]
 
@@ -131,12 +130,8 @@ class Validator:
                     spread = values.variance if self.loss is None else values.covariance
                     yield (values.mean, spread()), part.targets
                     continue
-                probabilities = predictive.class_probabilities(
-                    values,
-                    self.link_approx,
-                    self.n_samples,
-                    generator=generator,
-                    family=family,
+                probabilities = self.observation.probabilities(
+                    values, self.link_approx, self.n_samples, generator=generator
                 )
                 yield probabilities, part.targets
 
