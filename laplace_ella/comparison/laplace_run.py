@@ -40,6 +40,9 @@ BATCH_TARGET = 5 * 10**7
 #: Exponents of the prior precisions that grid searches look at, laplace-torch's own.
 PRIOR_RANGE = (-4.0, 4.0)
 
+#: What `tune_kwargs` may change about them; with others laplace-torch searches itself.
+GRID_OPTIONS = {"log_prior_prec_min", "log_prior_prec_max", "grid_size"}
+
 
 class NotRun(Exception):
     """A method that was not tried; the message is the status of its row."""
@@ -118,8 +121,9 @@ class LaplaceRun:
         if method.structure[1] != "kron":
             train_loader = rebatched(train_loader, self.batch)
         self.train_loader = train_loader
-        self.whole_val_loader = val_loader
-        self.val_loader = val_loader and rebatched(val_loader, self.batch)
+        if val_loader is not None:
+            val_loader = rebatched(val_loader, self.batch)
+        self.val_loader = val_loader
         self.by_sampled_weights = method.prediction_type == "nn"
         if not self._is_supported():
             raise NotRun("not supported: calibration needs Gaussian function values")
@@ -130,12 +134,14 @@ class LaplaceRun:
         if self.tune is not Tuning.CALIBRATION:
             return True
         return not self.by_sampled_weights and (
-            self.method.is_ella or self._has_moments()
+            self.method.is_ella or self._is_searched_here()
         )
 
-    def _has_moments(self) -> bool:
-        """Whether laplace-torch's function values follow a changed prior at once."""
-        return self.method.functional in (None, "nystrom")
+    def _is_searched_here(self) -> bool:
+        """Whether laplace-torch's function values follow a changed prior at once, and
+        nothing is asked for that only its own search knows."""
+        follow = self.method.functional in (None, "nystrom")
+        return follow and set(self.method.tune_kwargs) <= GRID_OPTIONS
 
     # --- fitting ---------------------------------------------------------------------
 
@@ -147,7 +153,7 @@ class LaplaceRun:
         fit_kwargs = dict(method.fit_kwargs)
         if tune is Tuning.EARLY_STOPPING:
             plan = EarlyStopping(**self._link_options(link), **method.tune_kwargs)
-            validation = {"val_loader": self.whole_val_loader, "early_stopping": plan}
+            validation = {"val_loader": self.val_loader, "early_stopping": plan}
             fit_kwargs = {**validation, **fit_kwargs}
         with Stopwatch(self.device) as self.fitting:
             la = build_laplace(
@@ -173,9 +179,9 @@ class LaplaceRun:
                 )
             self.validation: Any = self.val_loader
             self.choices: Mapping[str, Choice] = {}
+            self.start = {name: getattr(la, name) for name in _hyperparameters(la)}
             if tune.needs_validation and tune is not Tuning.EARLY_STOPPING:
                 self._prepare()
-        self.start = {name: getattr(la, name) for name in _hyperparameters(la)}
 
     def _prepare(self) -> None:
         """Passes over the validation data that serve all links."""
@@ -185,8 +191,7 @@ class LaplaceRun:
             from laplace_ella import FeatureCache
 
             self.validation = FeatureCache.from_loader(self.la, self.val_loader)
-        elif self._has_moments() and self.tune is not Tuning.TEMPERATURE:
-            before = {n: getattr(self.la, n) for n in _hyperparameters(self.la)}
+        elif self._is_searched_here() and self.tune is not Tuning.TEMPERATURE:
             has_links = self.method.has_links and not self.settings.is_regression
             search = GridSearch(
                 self.la,
@@ -198,7 +203,6 @@ class LaplaceRun:
             )
             calibrate = self.tune is Tuning.CALIBRATION
             self.choices = search.calibrations() if calibrate else search.priors()
-            self._set(before)
 
     def _grid(self) -> list[float]:
         """The prior precisions of every grid search."""
@@ -238,24 +242,22 @@ class LaplaceRun:
         )
 
     def _set(self, values: Mapping[str, Any]) -> None:
-        # laplace-torch forgets its factors when the prior is set, and not before.
+        """Set hyperparameters, the prior last: with it laplace-torch forgets what it
+        has factorised, with the temperature it does not."""
         for name, value in values.items():
             setattr(self.la, name, value)
 
     def _take(self, choice: Choice) -> tuple[float, tuple[str, ...]]:
         """Adopt settings that were found already; τ and the borders met."""
-        values = {"temperature": choice.temperature}
-        if self.settings.is_regression:
-            # σ²T, by which the curvature is divided, stays what it was in the search.
-            before = float(self.start["sigma_noise"])
-            ratio = before / choice.scale
-            values = {
-                "temperature": choice.temperature * ratio**2,
-                "sigma_noise": choice.scale,
+        regression = self.settings.is_regression
+        self._set(
+            {
+                "temperature": choice.temperature,
+                **({"sigma_noise": choice.scale} if regression else {}),
+                "prior_precision": choice.prior_precision,
             }
-        self._set({**values, "prior_precision": choice.prior_precision})
-        tau = 1.0 if self.settings.is_regression else choice.scale
-        return tau, choice.borders
+        )
+        return 1.0 if regression else choice.scale, choice.borders
 
     def _search(self, link: str) -> tuple[str, ...]:
         """Let the posterior search itself; the borders met that it does not tell of."""

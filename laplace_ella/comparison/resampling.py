@@ -110,7 +110,7 @@ def classification_replicates(
     confidence, predicted = p.max(-1)
     correct = (predicted == targets).double()
     chosen = p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    surprise = -chosen.clamp_min(metrics.SMALLEST).log()
+    surprise = metrics.nll_per_example(probs, targets)
     # Σ_c (p_c − 1[c = y])² = Σ_c p_c² − 2p_y + 1
     distance = p.square().sum(-1) - 2 * chosen + 1
     index = (confidence * n_bins).long().clamp(0, n_bins - 1)
@@ -132,10 +132,8 @@ def regression_replicates(
 ) -> Replicates:
     """nll and rmse of every draw; `variance (N, C)` has the noise in it."""
     n = len(mean)
-    residual = (targets - mean).double()
-    squares = residual.square().mean(-1)
-    terms = residual.square() / variance + variance.log() + math.log(2 * math.pi)
-    surprise = 0.5 * terms.sum(-1)
+    squares = (targets - mean).double().square().mean(-1)
+    surprise = metrics.gaussian_nll_per_example(mean, variance, targets)
     return _replicates(
         n,
         {

@@ -6,8 +6,9 @@ A posterior with prior precision δ and likelihood temperature T has the covaria
 
 so that one pass over the validation data with prior precision u and temperature 1 gives
 the function values of all pairs (δ, T) with that product: their covariances differ by
-the factor T. There is one pass for each u of a grid, whatever the number of links; T
-and the softmax temperature τ are found for each u without another one.
+the factor T. There is one pass for each u of a grid, whatever the number of links. T
+and the softmax temperature τ take no further pass, and are chosen by the very search
+that `ELLALaplace.optimize_calibration` uses.
 
 Index legend: N data, C outputs, B batch.
 """
@@ -16,14 +17,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
-import numpy as np
 import torch
-from scipy.optimize import minimize
 
 from laplace_ella import metrics
 from laplace_ella.comparison.predictions import (
@@ -34,27 +34,23 @@ from laplace_ella.comparison.predictions import (
 )
 from laplace_ella.comparison.settings import Settings
 from laplace_ella.errors import BorderWarning
-from laplace_ella.posterior.predictive import (
-    FunctionValues,
-    class_probabilities,
-    psd_root,
-)
+from laplace_ella.posterior.likelihood import Family
+from laplace_ella.posterior.observation import ObservationModel
+from laplace_ella.posterior.predictive import FunctionValues, draw, psd_root
 from laplace_ella.support import batches
-from laplace_ella.tuning.calibration import temperature_scaling
+from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.links import Link
+from laplace_ella.support.resources import available_memory, human_bytes
+from laplace_ella.tuning.joint_calibration import search_calibration
+from laplace_ella.tuning.softening import Axis, Softening, seen_variance, softened
 
 __all__ = ["Choice", "GridSearch", "at_border"]
 
 #: A precision that is not positive definite: no candidate.
 NoPosterior = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
-#: Where T is looked for: mean variances of the function values that come of it.
-VARIANCES = (1e-4, 1e4)
-
-#: Where τ is looked for; the noise relative to what `compare` assumed.
-SCALES = (1e-2, 1e2)
-
-#: Floats that the samples of one chunk of examples may hold.
-CHUNK = 2**22
+#: Floats of Monte-Carlo samples that are kept for candidates to come.
+KEPT = 2**26
 
 
 @dataclass(frozen=True)
@@ -129,26 +125,44 @@ class GridSearch:
         return {link: _best(choices) for link, choices in found.items()}
 
     def calibrations(self) -> dict[str, Choice]:
-        """By link, the prior precision, T and τ, or noise, with the lowest NLL.
+        """By link, the prior precision, T and τ, or noise, that calibrate best.
 
-        With next to no variance this is temperature scaling, from which it starts.
+        Borders are warned of by the search itself, link by link.
         """
         self.la.temperature = 1.0
-        found: dict[str, list[Choice]] = {link: [] for link in self.links}
-        points: dict[str, np.ndarray] = {}
+        values: dict[float, Values] = {}
         for u in self.grid:
             self.la.prior_precision = u
             with suppress(NoPosterior):
-                values = _joined(list(self._passed()))
-                borders = self._border("prior precision times temperature", u)
-                for link in self.links:
-                    scales = Scales(values, link, self.settings, self.seed)
-                    # The best point of the neighbour is close to the best one here.
-                    points[link] = scales.minimum(points.get(link))
-                    choice = scales.choice(u, points[link])
-                    borders_here = (*borders, *choice.borders)
-                    found[link].append(replace(choice, borders=borders_here))
-        return {link: _best(choices) for link, choices in found.items()}
+                values[-math.log10(u)] = _joined(list(self._passed()))
+            self._check_memory(values)
+        _check_some(values)
+        return {link: self._calibration(values, link) for link in self.links}
+
+    def _check_memory(self, values: Mapping[float, Values]) -> None:
+        """Covariances `(N, C, C)` of all candidates are kept: not of many outputs."""
+        free = available_memory(next(self.la.model.parameters()).device)
+        size = max((v.covariance.nbytes for v in values.values()), default=0)
+        needed = 2 * (len(self.grid) - len(values)) * size  # and their roots
+        if free is not None and needed > free:
+            raise MemoryError(f"out of memory: {human_bytes(needed)} more are needed")
+
+    def _calibration(self, values: Mapping[float, Values], link: str) -> Choice:
+        noise = torch.as_tensor(self.la.sigma_noise).detach()
+        candidates = LaplaceCandidates(values, link, self.settings, noise, self.seed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", BorderWarning)
+            # It asks for no more than is defined here.
+            found = search_calibration(cast(Any, candidates), 1.0)
+        borders = [w for w in caught if issubclass(w.category, BorderWarning)]
+        regression = self.settings.is_regression
+        return Choice(
+            found.loss,
+            found.prior_precision,
+            found.temperature,
+            found.sigma_noise[0] if regression else found.softmax_temperature,
+            tuple(str(warning.message) for warning in borders),
+        )
 
     def _border(self, name: str, value: float) -> tuple[str, ...]:
         return at_border(name, value, (self.grid[0], self.grid[-1]))
@@ -206,10 +220,13 @@ def _generator(la: Any, seed: int) -> torch.Generator:
 
 
 def _best(choices: Sequence[Choice]) -> Choice:
-    best = min(choices, key=lambda choice: choice.loss, default=None)
-    if best is None or not math.isfinite(best.loss):
+    _check_some([choice for choice in choices if math.isfinite(choice.loss)])
+    return min(choices, key=lambda choice: choice.loss)
+
+
+def _check_some(candidates: Collection[Any]) -> None:
+    if not candidates:
         raise ValueError("the validation NLL is undefined for every prior precision")
-    return best
 
 
 def at_border(name: str, value: float, bounds: tuple[float, float]) -> tuple[str, ...]:
@@ -223,101 +240,116 @@ def at_border(name: str, value: float, bounds: tuple[float, float]) -> tuple[str
     )
 
 
-# --- temperature and scale -----------------------------------------------------------
+# --- candidates ----------------------------------------------------------------------
 
 
-class Scales:
-    """The NLL of function values f/τ with f ~ N(mean, T·covariance), by T and τ.
+@dataclass(frozen=True)
+class Validation:
+    """Validation data as the search sees them."""
 
-    For regression of y ~ N(mean, T·variance + σ²), by T and σ. Points are
-    (log(T·v̄), log τ or log σ), v̄ the mean variance, so that they mean the same for
-    every prior precision.
+    cache: Any
+    observation: ObservationModel
+
+
+@dataclass(frozen=True)
+class PosteriorAt:
+    """Prior precision δ, and 1/T, by which the curvature is multiplied."""
+
+    prior: float
+    factor: float
+
+
+class LaplaceCandidates:
+    """Validation losses of laplace-torch's posteriors, as `tuning.softening.Candidates`
+    has them for ELLA: with r = 1/u of the grid's values only.
+
+    Parameters
+    ----------
+    values : mapping of float to Values
+        by log10 r, of temperature 1
+    link : str
+    settings : Settings
+    noise : torch.Tensor
+        of a regression, for which the values are
+    seed : int
     """
 
     def __init__(
-        self, values: Values, link: str, settings: Settings, seed: int
+        self,
+        values: Mapping[float, Values],
+        link: str,
+        settings: Settings,
+        noise: torch.Tensor,
+        seed: int,
     ) -> None:
         self.values, self.link, self.settings, self.seed = values, link, settings, seed
-        self.variance = values.covariance.diagonal(dim1=-2, dim2=-1)
-        self.mean_variance = max(float(self.variance.mean()), 1e-30)
-        self.root = psd_root(values.covariance)
-        usual = settings.sigma_noise if settings.is_regression else 1.0
-        self.bounds = [VARIANCES, (SCALES[0] * usual, SCALES[1] * usual)]
+        first = next(iter(values.values()))
+        family = Family.GAUSSIAN if settings.is_regression else Family.CATEGORICAL
+        observation = ObservationModel(family, OutputLayout.FLAT, noise, 1.0)
+        cache = SimpleNamespace(f_mu=first.mean, targets=first.targets)
+        self.validator = Validation(cache, observation)
+        self.axes = (Axis("ratio", min(values), max(values)),)
+        self.roots: dict[float, torch.Tensor] = {}
+        self.deviations: dict[float, torch.Tensor] = {}
+        self.variances: dict[float, float] = {}
 
-    def minimum(self, start: np.ndarray | None = None) -> np.ndarray:
-        """Where descent from `start` ends, unless the network alone is better."""
-        low, high = np.log(np.array(self.bounds)).T
-        alone = self._network()
-        if start is None:
-            start = np.array([0.0, alone[1]])
-        descent = minimize(
-            self.loss_and_slope,
-            np.clip(start, low, high),
-            jac=True,
-            method="L-BFGS-B",
-            bounds=list(zip(low, high, strict=True)),
-            options={"ftol": 1e-7, "maxiter": 30},
-        )
-        points = descent.x, np.clip(alone, low, high)
-        return min(points, key=lambda point: self.loss_and_slope(point)[0])
-
-    def choice(self, u: float, point: np.ndarray) -> Choice:
-        """The settings at a point: f_var = T·V(u) is that of δ = u/T."""
-        variance, scale = (float(value) for value in np.exp(point))
-        T = variance / self.mean_variance
-        what = "noise" if self.settings.is_regression else "softmax temperature"
-        borders = (
-            *at_border("mean variance of the outputs", variance, self.bounds[0]),
-            *at_border(what, scale, self.bounds[1]),
-        )
-        loss = self.loss_and_slope(point)[0]
-        return Choice(loss, u / T, T, scale, borders)
-
-    def loss_and_slope(self, point: np.ndarray) -> tuple[float, np.ndarray]:
-        """NLL and its gradient at a point, summed up in chunks of examples."""
-        x = torch.tensor(point, dtype=torch.float64, requires_grad=True)
-        generator = torch.Generator(self.root.device).manual_seed(self.seed)
-        N, C = self.values.mean.shape
-        total = 0.0
-        with torch.enable_grad():
-            for part in batches.chunks(N, CHUNK // (C * self.settings.n_samples) + 1):
-                T = x[0].exp() / self.mean_variance
-                loss = self._losses(part, T, x[1].exp(), generator).sum() / N
-                loss.backward()
-                total += float(loss)
-        assert x.grad is not None
-        if not math.isfinite(total):
-            return math.inf, np.zeros(2)
-        return total, x.grad.numpy()
-
-    def _losses(
-        self,
-        part: slice,
-        T: torch.Tensor,
-        scale: torch.Tensor,
-        generator: torch.Generator,
-    ) -> torch.Tensor:
-        """−log p of every target of a chunk."""
-        mean, y = self.values.mean[part], self.values.targets[part]
+    def losses(self, point: Softening) -> torch.Tensor:
+        """Negative log likelihood of every validation example, `(N,)`."""
+        ratio = self._nearest(point)
+        observation = softened(self.validator.observation, point.base)
+        values = self.values[ratio]
+        root_T = math.sqrt(1 / self.posterior_at(point).factor)
+        f = FunctionValues(values.mean, root_T * self._root(ratio))
+        losses = observation.example_losses()
         if self.settings.is_regression:
-            noisy = T * self.variance[part] + scale.square()
-            terms = (y - mean).square() / noisy + noisy.log() + math.log(2 * math.pi)
-            return 0.5 * terms.sum(-1)
-        t, root_T = scale.to(mean), T.sqrt().to(mean)
-        f = FunctionValues(mean / t, root_T * self.root[part] / t)
-        p = class_probabilities(
-            f, self.link, self.settings.n_samples, generator=generator
-        )
-        chosen = p.gather(-1, y.unsqueeze(-1)).squeeze(-1)
-        return -chosen.clamp_min(metrics.SMALLEST).log()
-
-    def _network(self) -> np.ndarray:
-        """Temperature scaling, or the noise of the residuals: next to no variance."""
-        mean, y = self.values.mean, self.values.targets
-        if self.settings.is_regression:
-            scale = max(metrics.rmse(mean, y), 1e-6)
+            return losses(f.mean, f.variance(), values.targets)
+        if self.link == Link.MC and self._may_keep_samples():
+            samples = values.mean.T + root_T * self._deviations(ratio)
+            p = observation.sampled_probabilities(samples, dim=1).mean(0).T
         else:
-            with warnings.catch_warnings():  # a border is told of when it is chosen
-                warnings.simplefilter("ignore", BorderWarning)
-                scale = temperature_scaling(mean, y)
-        return np.log(np.array([VARIANCES[0], scale]))
+            p = observation.probabilities(
+                f, self.link, self.settings.n_samples, generator=self._generator()
+            )
+        return losses(p, values.targets)
+
+    def posterior_at(self, point: Softening) -> PosteriorAt:
+        """The posterior whose mean variance is its share of the softening."""
+        unit = 1.0 if self.settings.is_regression else math.pi / 8
+        ratio = self._nearest(point)
+        T = point.share * point.scale**2 / unit / self._variance(ratio)
+        return PosteriorAt(10**-ratio / T, 1 / T)
+
+    def _nearest(self, point: Softening) -> float:
+        return min(self.values, key=lambda ratio: abs(ratio - point.shape[0]))
+
+    def _root(self, ratio: float) -> torch.Tensor:
+        if ratio not in self.roots:
+            self.roots[ratio] = psd_root(self.values[ratio].covariance)
+        return self.roots[ratio]
+
+    def _generator(self) -> torch.Generator:
+        """The same random numbers for every candidate."""
+        device = self.validator.cache.f_mu.device
+        return torch.Generator(device).manual_seed(self.seed)
+
+    def _may_keep_samples(self) -> bool:
+        size = self.validator.cache.f_mu.numel() * self.settings.n_samples
+        return len(self.values) * size <= KEPT
+
+    def _deviations(self, ratio: float) -> torch.Tensor:
+        """Samples `(S, C, N)` for T = 1, less their mean: the softmax over the few
+        classes is several times faster in this order."""
+        if ratio not in self.deviations:
+            zero = torch.zeros_like(self.values[ratio].mean)
+            f = FunctionValues(zero, self._root(ratio))
+            samples = draw(f, self.settings.n_samples, self._generator())
+            self.deviations[ratio] = samples.mT.contiguous()
+        return self.deviations[ratio]
+
+    def _variance(self, ratio: float) -> float:
+        """Mean variance for T = 1."""
+        if ratio not in self.variances:
+            f = FunctionValues(self.values[ratio].mean, self._root(ratio))
+            seen = seen_variance(f, self.validator.observation)
+            self.variances[ratio] = float(seen.double().mean())
+        return self.variances[ratio]
