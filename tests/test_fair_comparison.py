@@ -130,8 +130,10 @@ def test_rows_do_not_depend_on_the_other_links(task, name):
     assert [r.link for r in together] == links
     for link, row in zip(links, together, strict=True):
         (alone,) = run(task, [name], links=[link])
-        assert row.settings == alone.settings
-        assert row.metrics == alone.metrics
+        assert row.settings.pop("chosen") == alone.settings.pop("chosen")
+        # Ways to differentiate are chosen by their speed, and round differently.
+        assert row.settings == pytest.approx(alone.settings, rel=1e-3)
+        assert row.metrics == pytest.approx(alone.metrics, rel=1e-4)
 
 
 def test_links_are_tuned_apart(task):

@@ -121,9 +121,9 @@ class LaplaceRun:
         if method.structure[1] != "kron":
             train_loader = rebatched(train_loader, self.batch)
         self.train_loader = train_loader
+        self.val_loader: Any = val_loader
         if val_loader is not None:
-            val_loader = rebatched(val_loader, self.batch)
-        self.val_loader = val_loader
+            self.val_loader = rebatched(val_loader, self.batch)
         self.by_sampled_weights = method.prediction_type == "nn"
         if not self._is_supported():
             raise NotRun("not supported: calibration needs Gaussian function values")
