@@ -16,7 +16,6 @@ the rest by two rules:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -238,7 +237,8 @@ class _Search:
         yield scaled
         best, scale, rises = scaled, scaled.point.scale, 0
         for share in SHARES:
-            starts = [Softening(scale, share, shape) for shape in self.shapes()]
+            shapes = self.candidates.shapes()
+            starts = [Softening(scale, share, shape) for shape in shapes]
             start = min(map(self.found, starts), key=lambda found: found.loss)
             found = self.descend(start.point, free_share=False, at_most=start)
             yield found
@@ -248,14 +248,6 @@ class _Search:
             rises += found.loss - best.loss > 3 * found.error(best)
             if rises == 2:
                 return
-
-    def shapes(self) -> list[tuple[float, ...]]:
-        """A grid of shapes, about a decade apart."""
-        grids = (
-            np.linspace(a.low, a.high, max(3, round(a.high - a.low) + 1)).tolist()
-            for a in self.candidates.axes
-        )
-        return list(itertools.product(*grids))
 
     def nearest(self, best: _Found, profile: list[_Found], admissible: _Rule) -> _Found:
         """The admissible share nearest to the usual one, by bisection from the best."""
@@ -282,7 +274,7 @@ class _Search:
     def plainest(self, found: _Found, admissible: _Rule) -> _Found:
         """Of the shapes that are admissible as well, the one with T nearest to 1."""
         point = found.point
-        others = [Softening(point.scale, point.share, s) for s in self.shapes()]
+        others = [replace(point, shape=shape) for shape in self.candidates.shapes()]
         for other in sorted(others, key=self.distance):
             if self.distance(other) >= self.distance(point):
                 break

@@ -17,9 +17,11 @@ factor of σ, variances are in units of σ² and π/8 is 1.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from laplace_ella.posterior.likelihood import Family
@@ -117,6 +119,14 @@ class Candidates:
         ratio = Axis("ratio", math.log10(0.01 / top), math.log10(100 / low))
         return cls(turned, validator, (ratio,))
 
+    def shapes(self) -> list[tuple[float, ...]]:
+        """A grid of shapes, about a decade apart."""
+        grids = (
+            np.linspace(a.low, a.high, max(3, round(a.high - a.low) + 1)).tolist()
+            for a in self.axes
+        )
+        return list(itertools.product(*grids))
+
     def losses(self, point: Softening) -> torch.Tensor:
         """Negative log likelihood of every validation example, `(N,)`."""
         observation = softened(self.validator.observation, point.base)
@@ -127,7 +137,13 @@ class Candidates:
         """The posterior whose mean variance is its share of the softening."""
         regression = self.validator.observation.family.is_regression
         variance = point.share * point.scale**2 / (1 if regression else math.pi / 8)
-        return self._with(point.shape, self.unit_variance(point.shape) / variance)
+        return self.with_variance(point.shape, variance)
+
+    def with_variance(
+        self, shape: tuple[float, ...], variance: float
+    ) -> SubspacePosterior | EigenPosterior:
+        """The posterior of a shape whose mean variance is v."""
+        return self._with(shape, self.unit_variance(shape) / variance)
 
     def unit_variance(self, shape: tuple[float, ...]) -> float:
         """v for the prior precision δ = 1."""
