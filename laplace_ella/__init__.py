@@ -34,6 +34,7 @@ from laplace_ella.support.links import Link
 from laplace_ella.support.presets import PAPER
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.calibration import temperature_scaling
+from laplace_ella.tuning.joint_calibration import Calibration
 from laplace_ella.tuning.search import prior_precision_from_weight_decay
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "prior_precision_from_weight_decay",
     "temperature_scaling",
     # Their parts
+    "Calibration",
     "FeatureCache",
     "MemoryEstimate",
     "Modes",

@@ -24,7 +24,7 @@ DONE, NOTHING_SUCCEEDED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _EPILOG = """\
 examples:
   laplace-ella demo --out figures
-  laplace-ella compare mymodule:setup --methods map,ella-tempered,last-layer-kron
+  laplace-ella compare mymodule:setup --methods map,ella-calibrated,last-layer-kron
   laplace-ella doctor
   laplace-ella doctor mymodule:setup
 """
@@ -105,14 +105,18 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--methods",
         type=_words,
-        help="names, separated by commas; see --list (default: all that apply)",
+        help="names, separated by commas; see --list (default: those that matter)",
     )
     compare.add_argument(
         "--list", action=_ListMethods, help="list the methods and exit"
     )
     compare.add_argument("--links", type=_words, help=", ".join(Link))
     compare.add_argument("--seeds", type=_integers, help="such as 0,1,2")
-    compare.add_argument("--tune", choices=("marglik", "gridsearch", "none"))
+    compare.add_argument(
+        "--tune",
+        choices=("marglik", "gridsearch", "none"),
+        help="how laplace-torch's methods are tuned (default: marglik)",
+    )
     compare.add_argument("--prior-precision", type=float)
     compare.add_argument(
         "--memory-budget",
@@ -158,8 +162,10 @@ class _ListMethods(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from laplace_ella.comparison.methods import available_methods
 
-        for name, method in available_methods().items():
-            print(f"{name:<18} {method.about}")
+        methods = available_methods()
+        width = max(map(len, methods))
+        for name, method in methods.items():
+            print(f"{name:<{width}} {method.about}")
         parser.exit(DONE)
 
 

@@ -40,6 +40,7 @@ from laplace_ella.support.links import Link
 from laplace_ella.support.preserve import full_precision
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.evidence import Evidence, climb, maximize
+from laplace_ella.tuning.joint_calibration import Calibration, search_calibration
 from laplace_ella.tuning.search import (
     rank_by_evidence,
     search_grid,
@@ -48,6 +49,7 @@ from laplace_ella.tuning.search import (
     search_temperature,
     search_temperature_and_prior,
 )
+from laplace_ella.tuning.softening import Candidates
 from laplace_ella.tuning.validation import (
     DEFAULT_LINK,
     Loss,
@@ -515,6 +517,61 @@ or None, default=None
             posterior, self.n_data, validator, bounds
         )
         self.temperature, self.prior_precision = temperature, prior
+
+    def optimize_calibration(
+        self,
+        val_loader: DataLoader | FeatureCache,
+        link_approx: Link | str = DEFAULT_LINK,
+        n_samples: int = 512,
+        progress_bar: bool = False,
+    ) -> Calibration:
+        """Choose all that calibrates predictions, by the validation NLL.
+
+        Classification: `softmax_temperature`, `temperature` and a scalar
+        `prior_precision`; regression: a common factor of `sigma_noise`,
+        `temperature` and `prior_precision`. Features are computed once.
+
+        The search starts from temperature scaling, which is the limit of a posterior
+        without variance, and does not end above its loss (the links of the Laplace
+        bridge have another limit, and may). Many settings do equally well on
+        validation data. Of those within one standard error of the best, the ones are
+        taken in which the posterior does a tenth of the softening and τ the rest, or
+        as near to that as they come, and of these the temperature nearest to 1.
+
+        Parameters
+        ----------
+        val_loader : DataLoader or FeatureCache
+            data that the network was not trained on
+        link_approx : Link or str, default="probit"
+            set it to the one you predict with
+        n_samples : int, default=512
+            of the link 'mc'
+        progress_bar : bool, default=False
+
+        Returns
+        -------
+        Calibration
+            what was chosen, and the validation losses of the alternatives
+        """
+        posterior = self.posterior
+        posterior = posterior.with_(prior=torch.ones_like(posterior.H[0, :1]))
+        validator = self._validator(
+            posterior, val_loader, None, link_approx, n_samples, progress_bar
+        )
+        with full_precision(self._device):
+            calibration = search_calibration(
+                Candidates.of(posterior, validator),
+                float(posterior.factor * self.temperature),
+            )
+        with self._all_or_nothing():
+            self.prior_precision = calibration.prior_precision
+            self.temperature = calibration.temperature
+            if self._family.is_regression:
+                noise = torch.tensor(calibration.sigma_noise, dtype=self._dtype)
+                self.sigma_noise = noise if noise.numel() > 1 else noise.item()
+            else:
+                self.softmax_temperature = calibration.softmax_temperature
+        return calibration
 
     @torch.inference_mode(False)
     def optimize_sigma_noise(

@@ -29,6 +29,7 @@ __all__ = [
     "ReliabilityCurve",
     "accuracy",
     "bernoulli_nll",
+    "bernoulli_nll_per_example",
     "binary_entropy",
     "brier",
     "classification_metrics",
@@ -37,9 +38,11 @@ __all__ = [
     "error_versus_confidence",
     "gaussian_kl",
     "gaussian_nll",
+    "gaussian_nll_per_example",
     "interval_calibration_error",
     "interval_coverage",
     "nll",
+    "nll_per_example",
     "ood_auroc",
     "regression_metrics",
     "reliability_curve",
@@ -118,15 +121,20 @@ def nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
         class indices `(N,)`, of which -100 are left out, or class probabilities
         `(N, C)`, for which this is the cross-entropy
     """
+    return float(nll_per_example(probs, targets).mean())
+
+
+def nll_per_example(probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The terms of which `nll` is the mean, `(N,)` less those left out, float64."""
     if targets.shape == probs.shape and targets.is_floating_point():
         _check_some(probs)
-        return float(-(targets.double() * _log(probs)).sum(-1).mean())
+        return -(targets.double() * _log(probs)).sum(-1)
     _check_classification(probs, targets)
     observed = targets != IGNORED
     _check_some(targets[observed], "observed target")
     classes = torch.where(observed, targets, 0).long()
     chosen = probs.gather(-1, classes.unsqueeze(-1)).squeeze(-1)
-    return float(-_log(chosen[observed]).mean())
+    return -_log(chosen[observed])
 
 
 def bernoulli_nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -139,12 +147,19 @@ def bernoulli_nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
     targets : torch.Tensor
         `(N, C)`, 0 or 1, or a probability between
     """
+    return float(bernoulli_nll_per_example(probs, targets).mean())
+
+
+def bernoulli_nll_per_example(
+    probs: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """The terms of which `bernoulli_nll` is the mean, `(N,)`, float64."""
     _check_same_shape("probs", probs, "targets", targets)
     _check_some(probs)
     # 1 − p in float64: in float32 it would lose all digits of a small p
     absent = _log(1.0 - probs.double())
     y = targets.double()
-    return float(-(y * _log(probs) + (1.0 - y) * absent).sum() / len(probs))
+    return -(y * _log(probs) + (1.0 - y) * absent).sum(-1)
 
 
 def _log(probs: torch.Tensor) -> torch.Tensor:
@@ -320,6 +335,13 @@ def gaussian_nll(
     targets : torch.Tensor
         `(N, C)`
     """
+    return float(gaussian_nll_per_example(mean, variance, targets).mean())
+
+
+def gaussian_nll_per_example(
+    mean: torch.Tensor, variance: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """The terms of which `gaussian_nll` is the mean, `(N,)`, float64."""
     _check_same_shape("mean", mean, "targets", targets)
     _check_gaussian(mean, variance)
     _check_some(mean)
@@ -336,7 +358,7 @@ def gaussian_nll(
         squares = whitened.squeeze(-1).square()
         log_det = 2.0 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     constant = mean.shape[-1] * math.log(2.0 * math.pi)
-    return float(0.5 * (squares.sum(-1) + log_det + constant).mean())
+    return 0.5 * (squares.sum(-1) + log_det + constant)
 
 
 def interval_coverage(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import compare, metrics
-from laplace_ella.comparison import evaluation, loaders, memory, methods, runner
+from laplace_ella.comparison import evaluation, laplace_run, loaders, memory, methods
 from laplace_ella.comparison.memory import Problem
 from laplace_ella.comparison.methods import Kind, Method, Tuning
 from laplace_ella.comparison.report import Report
@@ -209,33 +209,12 @@ def test_temperature_scaling_is_at_the_minimum(classification):
     x, y = classification.val.dataset.tensors
     with torch.no_grad():
         logits = classification.model(x)
-    best = report["temperature"][0].settings["temperature"]
+    best = report["temperature"][0].settings["softmax_temperature"]
 
     def loss(t):
         return metrics.nll(torch.softmax(logits / t, -1), y)
 
     assert loss(best) <= min(loss(0.97 * best), loss(1.03 * best))
-
-
-def test_grid_search_uses_the_budget(classification, monkeypatch):
-    from laplace import baselaplace
-
-    seen = []
-    original = baselaplace.BaseLaplace._gridsearch
-
-    def spy(self, loss, interval, *args, **kwargs):
-        seen.append((len(interval), kwargs["link_approx"], kwargs["n_samples"]))
-        return original(self, loss, interval, *args, **kwargs)
-
-    monkeypatch.setattr(baselaplace.BaseLaplace, "_gridsearch", spy)
-    classification.compare(
-        ["last-layer-diag", "last-layer-kron"],
-        val_loader=classification.val,
-        tune="gridsearch",
-        links=["probit", "mc"],
-        grid_size=4,
-    )
-    assert seen == [(4, "probit", 32)] * 2
 
 
 def test_grid_search_finds_the_prior_with_the_best_validation_nll(classification):
@@ -395,14 +374,14 @@ def test_out_of_memory_and_unknown_errors_are_rows(classification, monkeypatch):
 
 
 def test_a_failure_of_one_link_keeps_the_others(classification, monkeypatch):
-    original = evaluation.predict
+    original = evaluation.Evaluation.evaluate
 
-    def failing(fitted, loader, link, *args):
-        if link == "mc":
+    def failing(self, fitted, empty, method):
+        if empty.link == "mc":
             raise RuntimeError("not positive definite")
-        return original(fitted, loader, link, *args)
+        return original(self, fitted, empty, method)
 
-    monkeypatch.setattr(evaluation, "predict", failing)
+    monkeypatch.setattr(evaluation.Evaluation, "evaluate", failing)
     report = classification.compare(["last-layer-diag"], links=["mc", "probit"])
     assert [r.status for r in report] == [
         "failed: RuntimeError: not positive definite",
@@ -610,13 +589,17 @@ def test_resolve_methods_forms():
         methods.resolve_methods({"a": 3}, "classification")
 
 
-def test_default_methods_cover_the_family():
-    names = {m.name for m in methods.default_methods("classification")}
-    assert {
-        "map", "temperature", "ella", "kron", "diag", "full", "last-layer-full",
-        "last-layer-kron", "last-layer-diag", "gp-subset", "gp-ella", "gp-valla",
-    } <= names  # fmt: skip
-    assert "temperature" not in {m.name for m in methods.default_methods("regression")}
+def test_default_methods_are_the_rows_that_matter():
+    names = [m.name for m in methods.default_methods("classification")]
+    assert names == [
+        "map", "temperature", "exact", "exact-calibrated", "ella", "ella-calibrated",
+        "kron", "kron-calibrated", "diag", "diag-calibrated",
+        "last-layer-kron", "last-layer-kron-calibrated",
+        "last-layer-full", "last-layer-full-calibrated", "gp-ella",
+    ]  # fmt: skip
+    regression = [m.name for m in methods.default_methods("regression")]
+    assert regression == [name for name in names if name != "temperature"]
+    assert set(names) < set(methods.available_methods())
 
 
 # --- estimates -----------------------------------------------------------------------
@@ -771,7 +754,7 @@ def test_splitting_batches_does_not_change_predictions(classification, monkeypat
         return [r.metrics["nll"] for r in report]
 
     whole = run()
-    monkeypatch.setattr(runner, "BATCH_TARGET", 1)
+    monkeypatch.setattr(laplace_run, "BATCH_TARGET", 1)
     assert run() == pytest.approx(whole, abs=1e-5)
 
 
@@ -780,6 +763,7 @@ def test_tuning_enum_says_what_needs_validation_data():
         Tuning.GRIDSEARCH,
         Tuning.EARLY_STOPPING,
         Tuning.TEMPERATURE,
+        Tuning.CALIBRATION,
     ]
 
 

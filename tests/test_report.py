@@ -85,7 +85,7 @@ def test_table_marks_the_best_and_shows_the_status():
     assert "91.0*" in by_name["ellaprobit"]
     assert "*" not in next(line for line in lines if line.startswith("map"))
     assert any("not supported: BatchNorm2d (KFAC)" in line for line in lines)
-    assert "ella: rank 13" in lines
+    assert "ella (mc): rank 13" in lines
 
 
 def test_no_mark_where_all_are_equal():
@@ -121,7 +121,7 @@ def test_markdown_is_rectangular_with_bold_best():
     table = [line for line in lines if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1
     assert "**0.2500**" in make_report().to_markdown()
-    assert "- ella: rank 13" in lines
+    assert "- ella (mc): rank 13" in lines
 
 
 def test_csv_has_full_precision_and_status():

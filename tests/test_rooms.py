@@ -31,6 +31,7 @@ SEEN_BY_COMPARISON = {
     "errors",
     "metrics",
     "plotting",
+    "posterior",
     "support",
     "tuning",
 }

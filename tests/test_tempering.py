@@ -1,6 +1,7 @@
 """Tempering: Laplace's `temperature`, and choosing it on validation data."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureCache
 from laplace_ella.tuning.eigenbasis import EigenPosterior
+from laplace_ella.tuning.search import VALLEY
 from laplace_ella.tuning.validation import Validator
 from tests import dense
 from tests.cases import PRIORS, Case, make, mlp, priors
@@ -372,9 +374,9 @@ def test_with_the_prior_beats_a_grid(case, complement):
     la.optimize_temperature(loader, link_approx="probit", tune_prior=True)
     assert la.prior_precision.shape == (1,)
     assert not la.prior_precision.requires_grad
-    # The search ends at differences of 1e-6 in the loss.
     found = curve(la.temperature, la.prior_precision)
-    assert found <= torch.tensor(values).min() + 5e-6
+    lowest = torch.tensor(values).min()
+    assert found <= lowest + 1.01 * VALLEY * abs(lowest)
 
 
 def test_with_the_prior_is_not_worse_than_without(case):
@@ -384,7 +386,22 @@ def test_with_the_prior_is_not_worse_than_without(case):
     la.optimize_temperature(loader, link_approx="probit")
     one = curve(la.temperature)
     la.optimize_temperature(loader, link_approx="probit", tune_prior=True)
-    assert curve(la.temperature, la.prior_precision) <= one + 5e-6
+    both = curve(la.temperature, la.prior_precision)
+    assert both <= one + 1.01 * VALLEY * abs(one)
+
+
+def test_in_a_flat_valley_the_temperature_stays_near_one(case):
+    """Of settings that are equally good no other grid point is a decade nearer to 1."""
+    la, loader = fit(case, n_eigenvalues=1), validation(case)
+    curve = Curve(case, la, loader)
+    grid = torch.linspace(-2, 2.5, 10)
+    table = torch.tensor(
+        [[curve(10**t, 10**p) for p in torch.linspace(-2, 4, 25)] for t in grid]
+    )
+    enough = table.min() + 0.5 * VALLEY * abs(table.min())
+    nearest = grid[(table <= enough).any(1)].abs().min()
+    la.optimize_temperature(loader, link_approx="probit", tune_prior=True)
+    assert abs(math.log10(la.temperature)) <= nearest + 1
 
 
 @pytest.mark.parametrize("bounds", [(2.0, 3.0), (-2.0, -1.5)])

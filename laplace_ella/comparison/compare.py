@@ -70,9 +70,19 @@ def compare(
 ) -> Report:
     """Fit, tune and evaluate many methods on the same network and the same data.
 
-    Every method gets its own copy of the model, the same seeds, links and tuning
-    budget. One that cannot run is a row that says why. The model, the random states
-    and the loaders are left as they were. Ctrl-C keeps what is finished.
+    Every method gets its own copy of the model and the same seeds, and is tuned for
+    each link that it is evaluated with. The report says for every row which settings
+    were chosen, by the evidence or by the validation NLL, their values, and whether a
+    search ended at the border of its range. Rows with as many settings are peers: the
+    "…-calibrated" ones have three (prior precision, temperature, softmax temperature),
+    chosen on the same images, by the same loss, link and search.
+
+    What is best is marked, together with all that cannot be told from it: the 95 %
+    interval of the difference, by a paired bootstrap over the test examples, has zero
+    in it. See `Report.differences`.
+
+    A method that cannot run is a row that says why. The model, the random states and
+    the loaders are left as they were. Ctrl-C keeps what is finished.
 
     All data are read once before the first fit, to check them and to recognise them in
     the cache; that costs less than a fit.
@@ -93,15 +103,16 @@ def compare(
     methods : names, `Method` objects, or {name: kwargs of Laplace(...)}, optional
         default `default_methods(likelihood)`
     links : sequence of Link or str
-        each gives a row per method; the first is used for tuning. laplace-torch's
-        classes do not have 'probit_centered', as their rows say
+        each gives a row per method, tuned for it. Fits and passes over the validation
+        data serve all links, but for early stopping. Links that laplace-torch does not
+        have are applied to its means and covariances
     n_samples : int
         of the Monte-Carlo link
     seeds : sequence of int
         of sampled bases, subsets and Monte-Carlo predictions; with several, the table
         has standard errors
     tune : {'marglik', 'gridsearch', 'none'}
-        for the methods without a tuning of their own
+        for the methods without a tuning of their own: laplace-torch's
     prior_precision : float
         for all methods, before tuning. For weight decay γ on the mean loss of N data
         the matching value is N·γ (Deng et al. 2022, Sec. 5.1)
@@ -109,7 +120,8 @@ def compare(
         regression noise for all methods; default the RMSE of the network on
         `val_loader`, or else on `train_loader`
     grid_size, n_steps : int
-        budget of every grid search and marginal-likelihood optimisation
+        budget of every grid search, calibrations of laplace-torch's methods among them,
+        and of marginal-likelihood optimisation
     n_bins : int
         of the expected calibration error
     reference : str or Method, optional

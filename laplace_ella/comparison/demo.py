@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Digits",
     "RegressionProblem",
+    "compare_on_digits",
     "load_digits_problem",
     "make_regression_problem",
     "run_classification_demo",
@@ -221,16 +222,19 @@ CLASSIFICATION_METHODS = (
     "temperature",
     "exact",
     "ella",
-    "ella-marglik",
-    "ella-tempered",
-    "ella-complement",
+    "ella-calibrated",
     "kron",
     "diag",
+    "diag-calibrated",
     "last-layer-full",
-    "last-layer-kron",
-    "last-layer-diag",
+    "last-layer-full-calibrated",
     "gp-ella",
 )
+
+LINKS = ("mc", "probit")
+
+#: Columns of the short table.
+SHORT = ("nll", "nll_to_best", "ece", "brier", "auroc:digits 8, 9")
 
 
 @dataclass(frozen=True)
@@ -348,43 +352,56 @@ def _trained(
     return model.eval()
 
 
-@_one_thread()
-def run_classification_demo(
-    out: str | os.PathLike[str], echo: Printer = print, progress_bar: bool = True
+def compare_on_digits(
+    problem: Digits,
+    methods: Sequence[str],
+    links: Sequence[str],
+    progress_bar: bool = False,
 ) -> Report:
-    """Compare the methods on the digits, print the table and draw the figures."""
+    """`compare` with the settings of the demo."""
     from laplace_ella import prior_precision_from_weight_decay
 
-    plt = _pyplot()
-    problem = load_digits_problem()
-    n_train, n_val, n_test = (
-        _n_examples(loader) for loader in (problem.train, problem.val, problem.test)
-    )
-    prior = prior_precision_from_weight_decay(problem.weight_decay, n_train)
-    echo(
-        f"Digits 0–7 with pixel noise {PIXEL_NOISE}; CNN with BatchNorm, "
-        f"{_count(problem.model)} parameters;\n"
-        f"{n_train} training, {n_val} validation, {n_test} test images.\n"
-        "OOD: the unseen digits 8 and 9; 8×8 patches of two photographs."
-    )
-    report = compare(
+    n_train = _n_examples(problem.train)
+    return compare(
         problem.model,
         "classification",
         problem.train,
         problem.test,
         problem.val,
         problem.ood,
-        CLASSIFICATION_METHODS,
+        methods,
+        links=links,
         tune="gridsearch",
         grid_size=17,  # half decades
-        prior_precision=prior,
+        prior_precision=prior_precision_from_weight_decay(
+            problem.weight_decay, n_train
+        ),
         progress_bar=progress_bar,
     )
+
+
+@_one_thread()
+def run_classification_demo(
+    out: str | os.PathLike[str], echo: Printer = print, progress_bar: bool = True
+) -> Report:
+    """Compare the methods on the digits, print the tables and draw the figures."""
+    plt = _pyplot()
+    problem = load_digits_problem()
+    n_train, n_val, n_test = (
+        _n_examples(loader) for loader in (problem.train, problem.val, problem.test)
+    )
+    echo(
+        f"Digits 0–7 with pixel noise {PIXEL_NOISE}; CNN with BatchNorm, "
+        f"{_count(problem.model)} parameters;\n"
+        f"{n_train} training, {n_val} validation, {n_test} test images.\n"
+        "OOD: the unseen digits 8 and 9; 8×8 patches of two photographs."
+    )
+    report = compare_on_digits(problem, CLASSIFICATION_METHODS, LINKS, progress_bar)
     echo(str(report))
     _draw_classification(plt, report, out, echo)
     _write(out, "classification.md", report.to_markdown(), echo)
     if not report.interrupted:
-        short = report.to_markdown(["nll", "ece", "brier", "auroc:digits 8, 9"])
+        short = report.to_markdown(SHORT)
         _write(out, "classification_short.md", short, echo)
     report.save(Path(out) / "classification.json")
     echo(f"wrote {Path(out) / 'classification.json'}")
@@ -392,7 +409,14 @@ def run_classification_demo(
 
 
 def _draw_classification(plt: Any, report: Report, out: Any, echo: Printer) -> None:
-    shown = ("map", "temperature", "exact", "ella", "last-layer-full", "diag")
+    shown = (
+        "map",
+        "temperature",
+        "ella",
+        "ella-calibrated",
+        "diag-calibrated",
+        "last-layer-full-calibrated",
+    )
     few = Report([r for r in report if r.method in shown], report.likelihood)
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")

@@ -266,7 +266,10 @@ def _print_memory(
     limit: int | None,
 ) -> None:
     print("\nEstimated memory, in the batches that would be used:")
-    for method in resolve_methods(None, settings.likelihood):
+    methods = resolve_methods(None, settings.likelihood)
+    # Rows that differ in their tuning alone need the same.
+    distinct = {(m.kind, repr(m.kwargs)): m for m in reversed(methods)}
+    for method in reversed(distinct.values()):
         try:
             needs = estimate_method(method, model, settings, problem, train, limit)
         except Exception as error:  # a model may fail in any way

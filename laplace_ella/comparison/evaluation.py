@@ -1,8 +1,8 @@
-"""Rows of one method: fit it, predict with every link, compute the metrics."""
+"""Rows of one method: fit it, tune it for every link, predict, compute the metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from laplace_ella import metrics
+from laplace_ella.comparison.laplace_run import NotRun, build_laplace
 from laplace_ella.comparison.loaders import is_map_style
 from laplace_ella.comparison.memory import Estimate, Problem, estimate, estimate_ella
 from laplace_ella.comparison.methods import Kind, Method
@@ -21,8 +22,13 @@ from laplace_ella.comparison.predictions import (
     predict,
     with_noise,
 )
+from laplace_ella.comparison.resampling import (
+    auroc_replicates,
+    classification_replicates,
+    regression_replicates,
+)
 from laplace_ella.comparison.results import Result
-from laplace_ella.comparison.runner import NotRun, build_laplace, fit_method
+from laplace_ella.comparison.runner import fit_method
 from laplace_ella.comparison.settings import Settings
 from laplace_ella.support.resources import Stopwatch, human_bytes
 
@@ -97,7 +103,8 @@ class Evaluation:
             return ("",)
         return self.settings.links
 
-    def fit(self, method: Method, seed: int) -> Fitted:
+    def fit(self, method: Method, seed: int) -> Callable[[str], Fitted]:
+        """Fit a method; call what comes back with a link to tune it for that."""
         needs = estimate_method(
             method,
             self.model,
@@ -127,30 +134,30 @@ class Evaluation:
         """Rows of one method and seed; errors become their status."""
         empty = Result(method.name, seed=seed, key=key)
         try:
-            fitted = self.fit(method, seed)
+            tuned_for = self.fit(method, seed)
         except Exception as error:
             yield replace(empty, status=describe_error(error))
             return
         for link in self.links(method):
+            row = replace(empty, link=link)
             try:
-                yield self.evaluate(fitted, replace(empty, link=link), method)
+                yield self.evaluate(tuned_for(link), row, method)
             except Exception as error:
-                status = describe_error(error)
-                yield replace(empty, link=link, status=status, costs=fitted.costs)
+                yield replace(row, status=describe_error(error))
 
     def evaluate(self, fitted: Fitted, empty: Result, method: Method) -> Result:
         """Predict on test and OOD data and compute the metrics."""
-        link, seed = empty.link, empty.seed
+        seed = empty.seed
         with Stopwatch(self.device) as watch:
-            test = self._predict(fitted, self.data.test, link, seed, method)
-        values, curves = self._scores(test, fitted)
+            test = self._predict(fitted, self.data.test, seed, method)
+        values, curves, replicates = self._scores(test, fitted)
         values.update(self._kl(test.values, method, seed))
         notes = [fitted.note, test.note]
         for name, loader in self.data.ood.items():
-            ood = self._predict(fitted, loader, link, seed)
-            values[f"auroc:{name}"] = metrics.ood_auroc(
-                test.uncertainty(), ood.uncertainty()
-            )
+            ood = self._predict(fitted, loader, seed)
+            scores = test.uncertainty(), ood.uncertainty()
+            values[f"auroc:{name}"] = metrics.ood_auroc(*scores)
+            replicates[f"auroc:{name}"] = auroc_replicates(*scores)
             curves.update(_confidence_curves(test, ood, f":{name}"))
             notes.append(ood.note)
         costs = {
@@ -168,6 +175,7 @@ class Evaluation:
             costs=costs,
             settings=fitted.settings,
             curves=curves,
+            replicates={k: _rounded(v) for k, v in replicates.items()},
             note=join_notes(*notes),
         )
 
@@ -175,7 +183,6 @@ class Evaluation:
         self,
         fitted: Fitted,
         loader: Any,
-        link: str,
         seed: int,
         method: Method | None = None,
     ) -> Predictions:
@@ -185,27 +192,28 @@ class Evaluation:
             and method is not None
             and method.kind is Kind.LAPLACE
         )
-        return predict(
-            fitted, loader, link, self.device, self.settings, seed, covariance
-        )
+        return predict(fitted, loader, self.device, self.settings, seed, covariance)
 
     def _scores(
         self, test: Predictions, fitted: Fitted
-    ) -> tuple[dict[str, float], dict[str, Any]]:
-        """Metrics and curves on the test data."""
+    ) -> tuple[dict[str, float], dict[str, Any], dict[str, list[float]]]:
+        """Metrics and curves on the test data, and metrics on draws from them."""
         if test.targets is None:
             raise ValueError("test_loader has batches without targets")
         if test.values is not None:
             noisy = with_noise(test.values.variance, fitted.noise)
-            values = metrics.regression_metrics(test.values.mean, noisy, test.targets)
-            return values, {}
+            observed = test.values.mean, noisy, test.targets
+            values = metrics.regression_metrics(*observed)
+            return values, {}, regression_replicates(*observed)
         assert test.probs is not None
         bins = self.settings.n_bins
-        curve = metrics.reliability_curve(test.probs, test.targets, bins)
-        return metrics.classification_metrics(test.probs, test.targets, bins), {
-            "reliability": asdict(curve),
-            **_confidence_curves(test),
-        }
+        predicted = test.probs, test.targets, bins
+        curve = metrics.reliability_curve(*predicted)
+        return (
+            metrics.classification_metrics(*predicted),
+            {"reliability": asdict(curve), **_confidence_curves(test)},
+            classification_replicates(*predicted),
+        )
 
     def _kl(
         self, values: Gaussian | None, method: Method, seed: int
@@ -219,8 +227,8 @@ class Evaluation:
             return {}
         if self.reference is None:
             try:
-                fitted = self.fit(reference, seed)
-                test = self._predict(fitted, self.data.test, "", seed, reference)
+                fitted = self.fit(reference, seed)("")
+                test = self._predict(fitted, self.data.test, seed, reference)
             except Exception:
                 # The reference is an extra; where it does not run there is no column.
                 self.reference_method = None
@@ -257,6 +265,11 @@ def _confidence_curves(
         )
         for side in ("below", "above")
     }
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """Six digits: noise of draws needs no more, and reports stay small."""
+    return [float(f"{value:.6g}") for value in values]
 
 
 def describe_error(error: Exception) -> str:

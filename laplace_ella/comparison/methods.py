@@ -61,22 +61,33 @@ class Tuning(str, Enum):
     """Prior precision by marginal likelihood: `n_steps` steps, no data needed."""
 
     GRIDSEARCH = "gridsearch"
-    """Prior precision by validation NLL: `grid_size` passes over `val_loader`; one
-    pass for `hessian_structure="nystrom"`, which keeps the features."""
+    """Prior precision by validation NLL: `grid_size` passes over `val_loader` for all
+    links together; one pass for `hessian_structure="nystrom"`, which keeps the
+    features."""
 
     EARLY_STOPPING = "early_stopping"
     """Stop the pass over the training data at the best validation NLL (Deng et al.
-    2022, Sec. 5.2). `hessian_structure="nystrom"` only."""
+    2022, Sec. 5.2): a fit for every link. `hessian_structure="nystrom"` only."""
 
     TEMPERATURE = "temperature"
     """Temper the curvature to the effective number of data with the best validation
     NLL, `optimize_temperature`: one pass over `val_loader`, whose features are kept.
     `hessian_structure="nystrom"` only."""
 
+    CALIBRATION = "calibration"
+    """Prior precision, temperature and softmax temperature (for regression the noise)
+    together by validation NLL, at the cost of GRIDSEARCH."""
+
     @property
     def needs_validation(self) -> bool:
-        """Whether there is nothing to choose by without a `val_loader`."""
-        return self in (Tuning.GRIDSEARCH, Tuning.EARLY_STOPPING, Tuning.TEMPERATURE)
+        """Whether there is nothing to choose by without a `val_loader`; the choice is
+        then made for a link."""
+        return self in (
+            Tuning.GRIDSEARCH,
+            Tuning.EARLY_STOPPING,
+            Tuning.TEMPERATURE,
+            Tuning.CALIBRATION,
+        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +182,14 @@ def _laplace(subset: str, structure: str, **kwargs: Any) -> dict[str, Any]:
     return {"subset_of_weights": subset, "hessian_structure": structure, **kwargs}
 
 
-_ALL = (
+#: ELLA with settings enough to be calibrated by.
+CALIBRATED: dict[str, Any] = {
+    "subsample_size": 2000,
+    "n_eigenvalues": 128,
+    "complement": "prior",
+}
+
+_BY_DEFAULT = (
     Method("map", kind=Kind.MAP, about="the network as trained"),
     Method(
         "temperature",
@@ -192,6 +210,40 @@ _ALL = (
         about="ELLA as in the paper: given prior, early stopping on the validation set",
     ),
     Method(
+        "ella-calibrated",
+        _laplace("all", "nystrom", **CALIBRATED),
+        tune=Tuning.CALIBRATION,
+        about="ELLA with K = 128 and the prior kept outside its subspace, calibrated",
+    ),
+    Method("kron", _laplace("all", "kron"), about="KFAC, all layers"),
+    Method("diag", _laplace("all", "diag"), about="diagonal, all layers"),
+    Method("last-layer-kron", _laplace("last_layer", "kron"), about="KFAC, last layer"),
+    Method(
+        "last-layer-full",
+        _laplace("last_layer", "full"),
+        about="exact, last layer only",
+    ),
+    Method(
+        "gp-ella",
+        _laplace(
+            "all",
+            "gp",
+            functional_approximation="nystrom",
+            subsample_size=2000,
+            n_eigenvalues=20,
+        ),
+        tune=Tuning.GRIDSEARCH,
+        fallback=Tuning.NONE,
+        about="laplace-torch 0.3's own ELLA",
+    ),
+)
+
+#: Rows that have a twin, "<name>-calibrated", with the settings of "ella-calibrated".
+_ALSO_CALIBRATED = ("exact", "kron", "diag", "last-layer-kron", "last-layer-full")
+
+#: Not in the default list: variants that few need.
+_ON_REQUEST = (
+    Method(
         "ella-marglik",
         _laplace("all", "nystrom", **PAPER),
         tune=Tuning.MARGLIK,
@@ -211,19 +263,11 @@ _ALL = (
         tune_kwargs={"tune_prior": True},
         about="tempered ELLA that keeps the prior outside its subspace",
     ),
-    Method("kron", _laplace("all", "kron"), about="KFAC, all layers"),
-    Method("diag", _laplace("all", "diag"), about="diagonal, all layers"),
     Method(
         "full",
         _laplace("all", "full"),
         about="exact linearised Laplace by a P×P matrix",
     ),
-    Method(
-        "last-layer-full",
-        _laplace("last_layer", "full"),
-        about="exact, last layer only",
-    ),
-    Method("last-layer-kron", _laplace("last_layer", "kron"), about="KFAC, last layer"),
     Method(
         "last-layer-diag", _laplace("last_layer", "diag"), about="diagonal, last layer"
     ),
@@ -239,21 +283,6 @@ _ALL = (
         about="laplace-torch's GP on a subset of the data",
     ),
     Method(
-        "gp-ella",
-        _laplace(
-            "all",
-            "gp",
-            functional_approximation="nystrom",
-            subsample_size=2000,
-            n_eigenvalues=20,
-        ),
-        tune=Tuning.GRIDSEARCH,
-        # It takes no other link, number of samples or loss: it scores by probit NLL.
-        tune_kwargs={"link_approx": "probit", "n_samples": 100, "loss": None},
-        fallback=Tuning.NONE,
-        about="laplace-torch 0.3's own ELLA",
-    ),
-    Method(
         "gp-valla",
         _laplace(
             "all",
@@ -267,24 +296,40 @@ _ALL = (
     ),
 )
 
-#: Not in the default list: a variant that few need.
-_ON_REQUEST = ("last-layer-ella",)
+
+def _with_calibrated(methods: Iterable[Method]) -> list[Method]:
+    """The methods, some of them followed by their calibrated twins."""
+    rows: list[Method] = []
+    for method in methods:
+        rows.append(method)
+        if method.name in _ALSO_CALIBRATED:
+            twin = replace(
+                method,
+                name=f"{method.name}-calibrated",
+                tune=Tuning.CALIBRATION,
+                about=f"{method.about}; calibrated",
+            )
+            rows.append(twin)
+    return rows
 
 
 def available_methods() -> dict[str, Method]:
     """Every method that `compare` knows by name."""
-    return {method.name: method for method in _ALL}
+    return {m.name: m for m in (*_with_calibrated(_BY_DEFAULT), *_ON_REQUEST)}
 
 
 def default_methods(likelihood: str) -> list[Method]:
     """What `compare` runs if `methods` is not given.
 
-    Temperature scaling has no meaning for regression and is left out there.
+    The network and temperature scaling; exact Laplace; ELLA as in the paper; KFAC, the
+    diagonal and the last layer as laplace-torch tunes them, its own ELLA, and of all
+    but the latter the calibrated row. Temperature scaling has no meaning for regression
+    and is left out there.
     """
-    skip: set[str] = set(_ON_REQUEST)
+    rows = _with_calibrated(_BY_DEFAULT)
     if str(plain_value(likelihood)) == "regression":
-        skip.add("temperature")
-    return [method for method in _ALL if method.name not in skip]
+        return [method for method in rows if method.kind is not Kind.TEMPERATURE]
+    return rows
 
 
 def resolve_methods(

@@ -18,14 +18,18 @@ from laplace_ella import metrics
 from laplace_ella.comparison.loaders import reproducible, split
 from laplace_ella.comparison.settings import Settings
 from laplace_ella.errors import BorderWarning, NumericalWarning, RankWarning
+from laplace_ella.posterior.predictive import FunctionValues, class_probabilities
 from laplace_ella.support import batches
 
 __all__ = [
     "Fitted",
     "Gaussian",
     "Predictions",
+    "Said",
     "collected_warnings",
     "join_notes",
+    "link_probabilities",
+    "moments",
     "output_rows",
     "predict",
     "target_rows",
@@ -47,14 +51,14 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A method that is ready to predict.
+    """A method that is ready to predict with the link that it was tuned for.
 
     Attributes
     ----------
     predict : callable
-        (x, link) → class probabilities in the shape of the model's output, or for
-        regression the mean in that shape and its variances, or covariances
-        `(B, ..., C, C)`, without noise
+        x → class probabilities in the shape of the model's output, or for regression
+        the mean in that shape and its variances, or covariances `(B, ..., C, C)`,
+        without noise
     batch : int
         examples to predict at once
     noise : torch.Tensor
@@ -62,12 +66,12 @@ class Fitted:
     costs : dict of str to float
         seconds, numbers kept, peak memory
     settings : dict
-        what tuning chose
+        what tuning chose, and by what
     note : str
         what a reader of the row should know
     """
 
-    predict: Callable[[Any, str], Any]
+    predict: Callable[[Any], Any]
     batch: int
     noise: torch.Tensor = field(default_factory=lambda: torch.ones(()))
     costs: dict[str, float] = field(default_factory=dict)
@@ -116,22 +120,58 @@ def target_rows(targets: torch.Tensor, settings: Settings) -> torch.Tensor:
 # --- notes ---------------------------------------------------------------------------
 
 
+@dataclass
+class Said:
+    """First lines of the warnings of this package, and whether a search ended at the
+    border of its range."""
+
+    lines: list[str] = field(default_factory=list)
+    at_border: bool = False
+
+
 @contextmanager
-def collected_warnings() -> Iterator[list[str]]:
+def collected_warnings() -> Iterator[Said]:
     """Warnings of this package go into the row's note; laplace-torch's are routine."""
-    said: list[str] = []
+    said = Said()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield said
     ours = (BorderWarning, NumericalWarning, RankWarning)
     for warning in caught:
         if issubclass(warning.category, ours):
-            said.append(str(warning.message).splitlines()[0])
+            said.lines.append(str(warning.message).splitlines()[0])
+            said.at_border |= issubclass(warning.category, BorderWarning)
 
 
 def join_notes(*notes: str) -> str:
     """One text, nothing said twice."""
     return "; ".join(dict.fromkeys(note for note in notes if note))
+
+
+# --- laplace-torch's function values -------------------------------------------------
+
+
+def moments(la: Any, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean `(B, C)` and covariance `(B, C, C)` of the function values, which
+    laplace-torch has no public name for in its parametric classes."""
+    public = getattr(la, "predictive_moments", None)
+    mean, covariance = public(x) if public else la._glm_predictive_distribution(x)
+    return mean.detach(), covariance.detach()
+
+
+def link_probabilities(
+    mean: torch.Tensor,
+    covariance: torch.Tensor,
+    link: str,
+    n_samples: int,
+    generator: torch.Generator | None = None,
+    softmax_temperature: float = 1.0,
+) -> torch.Tensor:
+    """Class probabilities `(B, C)` of f/τ, f ~ N(mean, covariance), by any link."""
+    tau = softmax_temperature
+    empty = mean.new_zeros(*mean.shape, 0)
+    f = FunctionValues(mean / tau, empty, covariance / tau**2)
+    return class_probabilities(f, link, n_samples, generator=generator)
 
 
 # --- prediction ----------------------------------------------------------------------
@@ -140,7 +180,6 @@ def join_notes(*notes: str) -> str:
 def predict(
     fitted: Fitted,
     loader: Any,
-    link: str,
     device: torch.device,
     settings: Settings,
     seed: int,
@@ -148,29 +187,32 @@ def predict(
 ) -> Predictions:
     """Predict over a whole loader; only the predictions are timed, not the loading.
 
+    The data and their order are the same for every seed, which is that of random
+    numbers in predictions: differences of rows are those on the same examples.
     Covariances `(N, C, C)` of a regression are kept only if they are asked for.
     """
     outputs: list[Any] = []
     targets: list[torch.Tensor | None] = []
     seconds = 0.0
     with (
-        reproducible(seed, device, loader),
+        reproducible(0, device, loader),
         collected_warnings() as said,
         torch.no_grad(),
     ):
-        for batch in loader:
+        for index, batch in enumerate(loader):
             x, y = split(batch, settings.dict_key_y)
             x = batches.to_device(x, device)
             size = batches.batch_size(x, settings.dict_key_x)
-            for part in batches.chunks(size, fitted.batch):
-                start = _now(device)
-                out = fitted.predict(batches.take(x, part, size), link)
-                seconds += _now(device) - start
-                outputs.append(_as_rows(out, settings, covariance))
+            with reproducible(seed + 1000 * index, device):
+                for part in batches.chunks(size, fitted.batch):
+                    start = _now(device)
+                    out = fitted.predict(batches.take(x, part, size))
+                    seconds += _now(device) - start
+                    outputs.append(_as_rows(out, settings, covariance))
             targets.append(None if y is None else target_rows(y, settings).cpu())
     known = [y for y in targets if y is not None]
     y = torch.cat(known) if len(known) == len(targets) else None
-    note = join_notes(*said)
+    note = join_notes(*said.lines)
     if settings.is_regression:
         values = _joined(outputs)
         _check_finite(values.mean, values.variance)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from laplace_ella.comparison import tables
+from laplace_ella.comparison.resampling import Difference
 from laplace_ella.comparison.results import (
     OK,
     Result,
@@ -30,9 +31,10 @@ from laplace_ella.comparison.results import (
     aggregate,
     best_row,
     column_names,
+    differences,
 )
 
-__all__ = ["OK", "Report", "Result", "Row"]
+__all__ = ["OK", "Difference", "Report", "Result", "Row"]
 
 #: Layout version of the cache file.
 FORMAT = 1
@@ -96,6 +98,22 @@ class Report:
             )
         return row
 
+    def differences(
+        self, column: str = "nll"
+    ) -> dict[tuple[str, str], Difference | None]:
+        """Distance of every row from the best of a metric, by method and link.
+
+        Positive is worse. The interval is of the luck of the test examples: a paired
+        bootstrap with the same draws for all rows. Seeds are averaged over first.
+        """
+        self.best(column)  # an error if there is none
+        rows = self.rows()
+        found = differences(rows, column)
+        return {
+            (row.method, row.link): difference
+            for row, difference in zip(rows, found, strict=True)
+        }
+
     def curves(self, name: str, link: str | None = None) -> dict[str, Any]:
         """Curves of the first seed, by a label that names method and link.
 
@@ -127,28 +145,41 @@ class Report:
     def to_markdown(self, columns: Sequence[str] | None = None) -> str:
         """The table as GitHub Markdown, best values in bold.
 
-        `columns` chooses some of `self.columns`; remarks are left out then.
+        `columns` chooses some of `self.columns`, and distances from the best row as
+        '<metric>_to_best'; settings and remarks are left out then.
         """
         if columns is None:
             return tables.as_markdown(
                 self.rows(), self.columns, self.metric_columns, self._remarks()
             )
-        unknown = [name for name in columns if name not in self.columns]
+        metrics = self.metric_columns
+        known = [*self.columns, *(f"{name}{tables.TO_BEST}" for name in metrics)]
+        unknown = [name for name in columns if name not in known]
         if unknown:
             raise ValueError(
                 f"columns must be among {self.columns}, got {unknown[0]!r}."
             )
-        return tables.as_markdown(self.rows(), columns, self.metric_columns, [])
+        return tables.as_markdown(self.rows(), columns, metrics, None)
 
     _repr_markdown_ = to_markdown
 
     def to_csv(self) -> str:
-        """Means (and standard errors, as `<column>_se`) with all digits."""
+        """Means (and standard errors, as `<column>_se`) with all digits, distances from
+        the best NLL, and settings."""
         return tables.as_csv(self.rows(), self.columns)
 
     def _remarks(self) -> list[str]:
         """What the reader of a row should know besides its numbers."""
-        lines = [f"{row.method}: {row.note}" for row in self.rows() if row.note]
+        rows = self.rows()
+        notes: dict[str, set[str]] = {}
+        for row in rows:
+            notes.setdefault(row.method, set()).add(row.note)
+        # What is true of one link only names it.
+        lines = [
+            f"{_label(row, with_link=len(notes[row.method]) > 1)}: {row.note}"
+            for row in rows
+            if row.note
+        ]
         if self.interrupted:
             lines.append("Interrupted: the methods marked so have not been run.")
         return list(dict.fromkeys(lines))
@@ -250,7 +281,7 @@ class Report:
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(self.to_dict(), file, indent=1)
+                file.write(_as_json(self.to_dict()))
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -284,6 +315,17 @@ class Report:
         )
 
 
+def _label(row: Row, with_link: bool) -> str:
+    return f"{row.method} ({row.link})" if with_link and row.link else row.method
+
+
+def _as_json(data: Mapping[str, Any]) -> str:
+    """One line per result: long lists stay short, and rows can be told apart."""
+    head = json.dumps({**data, "results": []})
+    lines = ",\n".join(json.dumps(result) for result in data["results"])
+    return head.removesuffix("[]}") + f"[\n{lines}\n]}}\n"
+
+
 def _identity(result: Result) -> tuple[str, str, str, int]:
     return result.key, result.method, result.link, result.seed
 
@@ -298,6 +340,7 @@ _STORED_TYPES: dict[str, type] = {
     "costs": dict,
     "settings": dict,
     "curves": dict,
+    "replicates": dict,
     "note": str,
     "key": str,
 }

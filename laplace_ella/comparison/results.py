@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from laplace_ella.comparison.resampling import Difference, difference
+
 __all__ = [
     "OK",
     "Result",
@@ -14,6 +16,7 @@ __all__ = [
     "aggregate",
     "best_row",
     "column_names",
+    "differences",
     "distance_from_best",
     "mean_and_error",
 ]
@@ -35,9 +38,13 @@ class Result:
         'skipped: …', 'out of memory', 'failed: …', 'interrupted'
     metrics, costs : dict of str to float
     settings : dict
-        what tuning chose: prior_precision, temperature, rank, …
+        what the method ended up with: prior_precision, temperature, …; 'chosen' has the
+        names of those that 'tuning' chose, 'at_border' is there where a search ended at
+        the border of its range
     curves : dict
         lists for the plots: reliability and error versus confidence
+    replicates : dict of str to list of float
+        metrics on draws of the test examples, the same draws for every row
     note : str
         what a reader of the row should know
     key : str
@@ -52,6 +59,7 @@ class Result:
     costs: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     curves: dict[str, Any] = field(default_factory=dict)
+    replicates: dict[str, list[float]] = field(default_factory=dict)
     note: str = ""
     key: str = ""
 
@@ -64,7 +72,8 @@ class Result:
 class Row:
     """Results of one method and link over all seeds: mean and standard error.
 
-    `error` has an entry only where there are at least two seeds.
+    `error` has an entry only where there are at least two seeds. `settings` are those
+    of the first seed; `replicates` are means over the seeds.
     """
 
     method: str
@@ -74,6 +83,8 @@ class Row:
     mean: dict[str, float]
     error: dict[str, float]
     n_seeds: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    replicates: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -142,7 +153,47 @@ def aggregate(results: Sequence[Result]) -> Row:
             if spread is not None:
                 error[column] = spread
     first = results[0]
-    return Row(first.method, first.link, status, note, mean, error, len(done))
+    return Row(
+        first.method,
+        first.link,
+        status,
+        note,
+        mean,
+        error,
+        len(done),
+        dict(done[0].settings) if done else {},
+        _mean_replicates(done),
+    )
+
+
+def _mean_replicates(results: Sequence[Result]) -> dict[str, list[float]]:
+    """Mean over seeds of the metrics on each draw, where all seeds have them."""
+    found: dict[str, list[float]] = {}
+    for column in results[0].replicates if results else ():
+        lists = [r.replicates.get(column, []) for r in results]
+        if len({len(values) for values in lists}) == 1:
+            found[column] = [sum(v) / len(v) for v in zip(*lists, strict=True)]
+    return found
+
+
+def differences(rows: Sequence[Row], column: str) -> list[Difference | None]:
+    """Each row's distance from the best of a metric, with its interval.
+
+    Positive is worse. None for rows without the metric.
+    """
+    best = best_row(rows, column)
+
+    def to_best(row: Row) -> Difference | None:
+        if best is None or column not in row.mean:
+            return None
+        return difference(
+            distance_from_best(column, row.mean[column]),
+            distance_from_best(column, best.mean[column]),
+            row.replicates.get(column),
+            best.replicates.get(column),
+        )
+
+    return [to_best(row) for row in rows]
 
 
 def column_names(results: Sequence[Result], group: str | None = None) -> list[str]:

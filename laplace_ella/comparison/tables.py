@@ -5,11 +5,25 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from laplace_ella.comparison.results import Row, best_row
+from laplace_ella.comparison.resampling import Difference
+from laplace_ella.comparison.results import Row, best_row, differences
 
-__all__ = ["as_csv", "as_markdown", "as_text", "format_value", "heading"]
+__all__ = [
+    "TO_BEST",
+    "as_csv",
+    "as_markdown",
+    "as_text",
+    "format_difference",
+    "format_settings",
+    "format_value",
+    "heading",
+]
+
+#: A column of this ending is the distance of a metric from the best row's.
+TO_BEST = "_to_best"
 
 _HEADINGS = {
     "accuracy": "acc.",
@@ -32,6 +46,8 @@ _HEADINGS = {
 
 def heading(column: str) -> str:
     """Text above a column of the printed table."""
+    if column.endswith(TO_BEST):
+        return f"{heading(column.removesuffix(TO_BEST))} − best"
     if column.startswith("auroc:"):
         return f"AUROC {column.removeprefix('auroc:')}"
     return _HEADINGS.get(column, column)
@@ -52,6 +68,41 @@ def format_value(column: str, value: float | None) -> str:
     if column == "ece" or column.startswith("auroc"):
         return f"{value:.3f}"
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.3g}"
+
+
+def format_difference(column: str, found: Difference | None) -> str:
+    """A distance from the best row with half of its 95 % interval."""
+    if found is None:
+        return "–"
+    text = format_value(column, found.value)
+    if found.value == 0 or found.half_width is None:
+        return text
+    return f"{text} ± {format_value(column, found.half_width)}"
+
+
+#: Settings that are chosen, by the symbol and the digits with which they are shown.
+_SYMBOLS = {
+    "prior_precision": "δ = {:.3g}",
+    "temperature": "T = {:.3g}",
+    "softmax_temperature": "τ = {:.3g}",
+    "sigma_noise": "σ = {:.3g}",
+    "n_data": "N = {:,}",
+}
+
+_SYMBOL_LEGEND = (
+    "δ prior precision, T temperature of the likelihood, τ of the softmax, σ noise, "
+    "N training data; a star where a search ended at the border of its range"
+)
+
+
+def format_settings(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """By what settings were chosen, and the chosen ones with their values."""
+    names = settings.get("chosen", [])
+    if not names:
+        return "–", "–"
+    by = "evidence" if settings.get("tuning") == "marglik" else "validation NLL"
+    values = [_SYMBOLS[name].format(settings[name]) for name in names]
+    return by, ", ".join(values) + ("*" if settings.get("at_border") else "")
 
 
 def _shortened(text: str, length: int = 80) -> str:
@@ -75,13 +126,15 @@ def _cells(
     metrics: Sequence[str],
     mark: Callable[[str], str],
 ) -> tuple[list[str], list[list[str]]]:
-    """Header and body of the table, the best of each metric marked.
+    """Header and body of the table, the best of each metric marked, and what cannot be
+    told from it.
 
     Rows without numbers are [method, link, status]; without any link there is no such
     column.
     """
     with_links = any(row.link for row in rows)
     best: dict[str, str] = {}
+    to_best = {name: differences(rows, name) for name in metrics}
     for column in metrics:
         printed = {
             format_value(column, r.mean[column]) for r in rows if column in r.mean
@@ -91,15 +144,20 @@ def _cells(
         if winner is not None and len(printed) > 1:
             best[column] = format_value(column, winner.mean[column])
     body: list[list[str]] = []
-    for row in rows:
+    for index, row in enumerate(rows):
         cells = [row.method, row.link] if with_links else [row.method]
         if not row.ok:
             body.append([*cells, _shortened(row.status)])
             continue
         for column in columns:
+            if column.endswith(TO_BEST):
+                metric = column.removesuffix(TO_BEST)
+                cells.append(format_difference(metric, to_best[metric][index]))
+                continue
             text = format_value(column, row.mean.get(column))
+            found = to_best[column][index] if column in best else None
             # Compared as printed: equal digits are equally good.
-            is_best = column in row.mean and text == best.get(column)
+            is_best = found is not None and (text == best[column] or not found.is_clear)
             if column in row.error and column in metrics:
                 text = f"{text} ± {format_value(column, row.error[column])}"
             cells.append(mark(text) if is_best else text)
@@ -108,9 +166,38 @@ def _cells(
     return [*names, *map(heading, columns)], body
 
 
+def _mark_legend(rows: Sequence[Row]) -> str:
+    if not any(row.replicates for row in rows):
+        return "best of its column"
+    return (
+        "best of its column, or not to be told from it: the 95 % interval of the "
+        "difference (±, paired bootstrap over test examples) has zero in it"
+    )
+
+
 def _error_legend(rows: Sequence[Row]) -> str:
     n = max((row.n_seeds for row in rows), default=1)
     return f"; mean ± standard error over {n} seeds" if n > 1 else ""
+
+
+def _choices(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """What was chosen for each row, and its distance from the best in NLL."""
+    done = [row for row in rows if row.ok and row.settings]
+    if not done:
+        return [], []
+    with_links = any(row.link for row in done)
+    to_best = differences(rows, "nll")
+    body = [
+        [
+            *([row.method, row.link] if with_links else [row.method]),
+            format_difference("nll", found),
+            *format_settings(row.settings),
+        ]
+        for row, found in zip(rows, to_best, strict=True)
+        if row.ok
+    ]
+    names = ["method", "link"] if with_links else ["method"]
+    return [*names, heading(f"nll{TO_BEST}"), "chosen by", "settings"], body
 
 
 # --- formats -------------------------------------------------------------------------
@@ -127,6 +214,18 @@ def as_text(
     if not body:
         return "No results."
     n_names = header.index("link") + 1 if "link" in header else 1
+    legend = f"* {_mark_legend(rows)}{_error_legend(rows)}"
+    lines = [*_aligned(header, body, n_names), legend]
+    header, body = _choices(rows)
+    if body:
+        lines += ["", *_aligned(header, body, len(header)), _SYMBOL_LEGEND]
+    return "\n".join([*lines, *remarks])
+
+
+def _aligned(
+    header: Sequence[str], body: Sequence[Sequence[str]], n_names: int
+) -> list[str]:
+    """Lines of a table; the first `n_names` columns to the left."""
     # A status runs across the columns of numbers, so it sets no width.
     complete = [
         cells if len(cells) == len(header) else cells[:n_names] for cells in body
@@ -135,11 +234,12 @@ def as_text(
         max(len(cells[i]) for cells in [header, *complete] if i < len(cells))
         for i in range(len(header))
     ]
-    lines = [_padded(header, widths, n_names)]
-    lines.append("─" * (sum(widths) + 2 * (len(widths) - 1)))
-    lines += [_padded(cells, widths, n_names) for cells in body]
-    legend = "* best of its column" + _error_legend(rows)
-    return "\n".join([*lines, legend, *remarks])
+    rule = "─" * (sum(widths) + 2 * (len(widths) - 1))
+    return [
+        _padded(header, widths, n_names),
+        rule,
+        *(_padded(cells, widths, n_names) for cells in body),
+    ]
 
 
 def _padded(cells: Sequence[str], widths: Sequence[int], n_names: int) -> str:
@@ -158,34 +258,60 @@ def as_markdown(
     rows: Sequence[Row],
     columns: Sequence[str],
     metrics: Sequence[str],
-    remarks: Sequence[str],
+    remarks: Sequence[str] | None,
 ) -> str:
-    """The table as GitHub Markdown, best values in bold."""
+    """The table as GitHub Markdown, best values in bold.
+
+    What was chosen and the remarks follow, but where `remarks` is None.
+    """
     header, body = _cells(rows, columns, metrics, lambda text: f"**{text}**")
-    align = ["---" if name in ("method", "link") else "---:" for name in header]
-    lines = [header, align]
+    table = _markdown_table(header, body)
+    if remarks is None:
+        return table
+    parts = [table, f"Bold: {_mark_legend(rows)}{_error_legend(rows)}."]
+    header, body = _choices(rows)
+    if body:
+        parts += [_markdown_table(header, body), f"{_SYMBOL_LEGEND}."]
+    if remarks:
+        parts.append("\n".join(f"- {line}" for line in remarks))
+    return "\n\n".join(parts)
+
+
+def _markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    names = ("method", "link", "chosen by", "settings")
+    align = ["---" if name in names else "---:" for name in header]
+    lines = [list(header), align]
     for cells in body:
         escaped = [cell.replace("|", "\\|") for cell in cells]
         lines.append(escaped + [""] * (len(header) - len(cells)))
     if len(header) < max(map(len, lines)):  # nothing but statuses
         lines[:2] = [[*header, "status"], [*align, "---"]]
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-    listed = "".join(f"\n- {line}" for line in remarks)
-    return f"{table}\n{listed}" if listed else table
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def as_csv(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Means (and standard errors, as `<column>_se`) with all digits."""
+    """Means (and standard errors, as `<column>_se`) with all digits.
+
+    With distances of the NLL from the best row, half-widths of their 95 % intervals
+    (`_ci95`) and settings, where there are any.
+    """
     names: list[str] = []
     for column in columns:
         names.append(column)
         if any(column in row.error for row in rows):
             names.append(f"{column}_se")
+    distance = f"nll{TO_BEST}"
+    more = ["tuning", *_SYMBOLS, "at_border"] if any(r.settings for r in rows) else []
+    if any(row.replicates for row in rows):
+        more = [distance, f"{distance}_ci95", *more]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["method", "link", *names, "status", "note"])
-    for row in rows:
-        values = row.values()
-        cells = [values.get(name, "") for name in names]
+    writer.writerow(["method", "link", *names, *more, "status", "note"])
+    for row, found in zip(rows, differences(rows, "nll"), strict=True):
+        values: dict[str, Any] = {**row.settings, **row.values()}
+        if found is not None:
+            values[distance] = found.value
+            values[f"{distance}_ci95"] = found.half_width
+        cells = [values.get(name, "") for name in (*names, *more)]
         writer.writerow([row.method, row.link, *cells, row.status, row.note])
     return out.getvalue()

@@ -128,17 +128,22 @@ class ObservationModel:
         tau = self.softmax_temperature
         return self.family.probabilities(samples if tau == 1 else samples / tau, dim)
 
-    def default_loss(self) -> Callable[..., float]:
-        """Negative log likelihood of predictions, the loss of every search.
-
-        Regression takes means, variances of the function `(N, C)` and targets.
+    def example_losses(self) -> Callable[..., torch.Tensor]:
+        """Negative log likelihood of every example `(N,)`, from probabilities and
+        targets; regression takes means, variances of the function `(N, C)` and targets.
         """
-        if not self.family.is_regression:
-            bernoulli = self.family is Family.BERNOULLI
-            return metrics.bernoulli_nll if bernoulli else metrics.nll
+        if self.family is Family.CATEGORICAL:
+            return metrics.nll_per_example
+        if self.family is Family.BERNOULLI:
+            return metrics.bernoulli_nll_per_example
         noise = self.sigma_noise.detach().square()
 
-        def nll(mean: torch.Tensor, var: torch.Tensor, y: torch.Tensor) -> float:
-            return metrics.gaussian_nll(mean, var + noise.to(var), y)
+        def nll(mean: torch.Tensor, var: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return metrics.gaussian_nll_per_example(mean, var + noise.to(var), y)
 
         return nll
+
+    def default_loss(self) -> Callable[..., float]:
+        """Their mean, the loss of every search."""
+        losses = self.example_losses()
+        return lambda *prediction: float(losses(*prediction).mean())

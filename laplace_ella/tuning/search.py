@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from laplace_ella.errors import BorderWarning, warn_caller
 from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.tuning.softening import Candidates
 from laplace_ella.tuning.validation import Validator
 
 __all__ = [
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+#: Relative difference of validation losses that does not matter.
+VALLEY = 1e-3
 
 
 def prior_precision_from_weight_decay(weight_decay: float, n_data: int) -> float:
@@ -135,8 +139,13 @@ def search_temperature_and_prior(
     validator: Validator,
     log_prior_range: tuple[float, float],
 ) -> tuple[float, float]:
-    """Factor t and scalar prior precision together: a coarse grid, then a simplex."""
-    candidate, validator = validator.for_scalars(posterior)
+    """Factor t and scalar prior precision together: a coarse grid, then a simplex.
+
+    Along settings with the same mean variance the loss is often flat to the border of
+    the range. Of those that are as good up to `VALLEY`, t nearest to 1 is taken.
+    """
+    candidates = Candidates.of(posterior, validator)
+    candidate, validator = candidates.posterior, candidates.validator
 
     def loss(point: np.ndarray) -> float:
         log_t, log_prior = point
@@ -163,10 +172,32 @@ def search_temperature_and_prior(
             "fatol": 1e-6,
         },
     )
+    enough = refined.fun + VALLEY * abs(refined.fun)
     log_t, log_prior = refined.x
+    for point in _same_variance(candidates, float(posterior.factor), log_t, log_prior):
+        if abs(point[0]) >= abs(log_t):
+            break
+        within = ((bounds[:, 0] <= point) & (point <= bounds[:, 1])).all()
+        if within and loss(point) <= enough:
+            log_t, log_prior = point
+            break
     _warn_at_border("temperature", log_t, (times[0], times[-1]))
     _warn_at_border("prior precision", log_prior, log_prior_range)
     return float(10**log_t), float(10**log_prior)
+
+
+def _same_variance(
+    candidates: Candidates, factor: float, log_t: float, log_prior: float
+) -> list[np.ndarray]:
+    """Further (log10 t, log10 prior) with the same mean variance, t near 1 first."""
+    ratio = math.log10(factor) - log_t - log_prior
+    variance = candidates.unit_variance((ratio,)) / 10**log_prior
+    points = []
+    for shape in candidates.shapes():
+        other = candidates.with_variance(shape, variance)
+        t, prior = factor / float(other.factor), float(other.prior)
+        points.append(np.log10([t, prior]))
+    return sorted(points, key=lambda point: abs(point[0]))
 
 
 def rank_by_evidence(posterior: SubspacePosterior, share: float) -> int:

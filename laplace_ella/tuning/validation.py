@@ -11,6 +11,7 @@ import torch
 import torchmetrics
 
 from laplace_ella.posterior.observation import ObservationModel
+from laplace_ella.posterior.predictive import FunctionValues
 from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.links import Link
 from laplace_ella.tuning.cache import FeatureCache
@@ -117,24 +118,45 @@ class Validator:
     @torch.no_grad()
     def score(self, posterior: SubspacePosterior | EigenPosterior) -> float:
         """The loss as it is."""
-        generator = self.fresh_generator()
-        family = self.observation.family
+        loss = self.loss or self.observation.default_loss()
+        return score(self._predictions(posterior), loss)
+
+    @torch.no_grad()
+    def example_losses(
+        self, posterior: SubspacePosterior | EigenPosterior
+    ) -> torch.Tensor:
+        """Negative log likelihood of every example, `(N,)`, in float64."""
+        losses = self.observation.example_losses()
+        parts = []
+        for prediction, y in self._predictions(posterior):
+            if not isinstance(prediction, tuple):
+                prediction = (prediction,)
+            parts.append(losses(*prediction, y))
+        return torch.cat(parts)
+
+    def values(
+        self, posterior: SubspacePosterior | EigenPosterior
+    ) -> Iterator[tuple[FunctionValues, torch.Tensor]]:
+        """Gaussians over the function and targets, batch by batch."""
         cache = self.cache
         if isinstance(posterior, SubspacePosterior):  # else turned with its features
             cache = cache.serving(posterior)
+        for part in cache.batches():
+            values = posterior.function_values(
+                part.f_mu, part.phi, part.residual, part.unseen
+            )
+            yield values, part.targets
 
-        def predictions() -> Iterator[tuple[Any, torch.Tensor]]:
-            for part in cache.batches():
-                values = posterior.function_values(
-                    part.f_mu, part.phi, part.residual, part.unseen
-                )
-                if family.is_regression:
-                    spread = values.variance if self.loss is None else values.covariance
-                    yield (values.mean, spread()), part.targets
-                    continue
-                probabilities = self.observation.probabilities(
-                    values, self.link_approx, self.n_samples, generator=generator
-                )
-                yield probabilities, part.targets
-
-        return score(predictions(), self.loss or self.observation.default_loss())
+    def _predictions(
+        self, posterior: SubspacePosterior | EigenPosterior
+    ) -> Iterator[tuple[Any, torch.Tensor]]:
+        generator = self.fresh_generator()
+        for values, targets in self.values(posterior):
+            if self.observation.family.is_regression:
+                spread = values.variance if self.loss is None else values.covariance
+                yield (values.mean, spread()), targets
+                continue
+            probabilities = self.observation.probabilities(
+                values, self.link_approx, self.n_samples, generator=generator
+            )
+            yield probabilities, targets
