@@ -523,6 +523,7 @@ or None, default=None
         val_loader: DataLoader | FeatureCache,
         link_approx: Link | str = DEFAULT_LINK,
         n_samples: int = 512,
+        tune_complement: bool = False,
         progress_bar: bool = False,
     ) -> Calibration:
         """Choose all that calibrates predictions, by the validation NLL.
@@ -546,6 +547,9 @@ or None, default=None
             set it to the one you predict with
         n_samples : int, default=512
             of the link 'mc'
+        tune_complement : bool, default=False
+            choose the precision outside the basis as well, which `complement` is then
+            set to. Always, if `complement` is a number already
         progress_bar : bool, default=False
 
         Returns
@@ -555,6 +559,8 @@ or None, default=None
         """
         posterior = self.posterior
         posterior = posterior.with_(prior=torch.ones_like(posterior.H[0, :1]))
+        if tune_complement:
+            posterior = posterior.with_(complement=1.0)
         validator = self._validator(
             posterior, val_loader, None, link_approx, n_samples, progress_bar
         )
@@ -566,6 +572,8 @@ or None, default=None
         with self._all_or_nothing():
             self.prior_precision = calibration.prior_precision
             self.temperature = calibration.temperature
+            if calibration.complement is not None:
+                self.complement = calibration.complement
             if self._family.is_regression:
                 noise = torch.tensor(calibration.sigma_noise, dtype=self._dtype)
                 self.sigma_noise = noise if noise.numel() > 1 else noise.item()

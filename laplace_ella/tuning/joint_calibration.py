@@ -26,6 +26,7 @@ from scipy.optimize import minimize
 
 from laplace_ella.errors import BorderWarning, warn_caller
 from laplace_ella.posterior.likelihood import Family
+from laplace_ella.posterior.outside import Complement
 from laplace_ella.tuning.calibration import temperature_scaling
 from laplace_ella.tuning.softening import NO_SHARE, Candidates, Softening, softened
 
@@ -48,6 +49,7 @@ BORDERS = {
     "share": "The posterior's share of the softening is",
     "scale": "The softening is",
     "ratio": "The weight of the data against the prior is",
+    "complement": "The precision outside the basis, in units of the prior's, is",
 }
 
 #: Relative difference of losses that is rounding.
@@ -65,6 +67,8 @@ class Calibration:
     temperature : float
         T, of the likelihood
     prior_precision : float
+    complement : float, optional
+        precision outside the basis, where that was chosen
     sigma_noise : tuple of float
         for regression, one number or one per output; else empty
     share : float
@@ -87,6 +91,7 @@ class Calibration:
     softmax_temperature: float
     temperature: float
     prior_precision: float
+    complement: float | None
     sigma_noise: tuple[float, ...]
     share: float
     loss: float
@@ -297,12 +302,15 @@ class _Search:
         candidates, point = self.candidates, chosen.point
         observation = candidates.validator.observation
         regression = observation.family.is_regression
+        posterior = candidates.posterior_at(point)
+        complement = posterior.complement
         noise = softened(observation, point.base).sigma_noise.reshape(-1)
         plain = Softening(1.0, NO_SHARE, point.shape)
         return Calibration(
             softmax_temperature=1.0 if regression else point.base,
             temperature=self.temperature(point),
-            prior_precision=float(candidates.posterior_at(point).prior),
+            prior_precision=float(posterior.prior),
+            complement=None if isinstance(complement, Complement) else complement,
             sigma_noise=tuple(noise.tolist()) if regression else (),
             share=point.share,
             loss=chosen.loss,

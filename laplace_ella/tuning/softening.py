@@ -8,9 +8,10 @@ valleys, along which these change and predictions hardly do. They are straighten
 
     scale² = τ² + π/8·v       how much predictions are softened
     share  = π/8·v / scale²   the posterior's share of it, the rest is τ's
-    shape  = (r,)             how the posterior distributes it among inputs
+    shape  = (r,) or (r, α/δ)  how the posterior distributes it among inputs
 
-with v the mean variance of f at the validation inputs. A share of zero is temperature
+with v the mean variance of f at the validation inputs, and α the precision outside the
+basis where that is a setting of its own. A share of zero is temperature
 scaling by τ = scale. For regression, where noise and variance of f add up, τ is the
 factor of σ, variances are in units of σ² and π/8 is 1.
 """
@@ -20,18 +21,23 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.observation import ObservationModel
+from laplace_ella.posterior.outside import Complement
 from laplace_ella.posterior.predictive import FunctionValues
 from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.tuning.eigenbasis import EigenPosterior
 from laplace_ella.tuning.validation import Validator
 
 __all__ = ["Axis", "Candidates", "Softening"]
+
+#: log10 of α/δ: from ten times the prior's variance outside the basis to next to none.
+OUTSIDE = (-1.0, 5.0)
 
 #: Share that stands for none: the posterior changes a logit by less than 1e-4 of τ.
 NO_SHARE = 1e-8
@@ -102,7 +108,8 @@ class Candidates:
 
     @classmethod
     def of(cls, posterior: SubspacePosterior, validator: Validator) -> Candidates:
-        """Every scalar prior and temperature of a fit."""
+        """Every scalar prior and temperature of a fit, and precision outside the basis
+        if its complement is a number."""
         turned, validator = validator.for_scalars(posterior)
         eigenvalues = (
             turned.eigenvalues
@@ -117,7 +124,9 @@ class Candidates:
             )
         low = max(float(eigenvalues.min()), 1e-6 * top)
         ratio = Axis("ratio", math.log10(0.01 / top), math.log10(100 / low))
-        return cls(turned, validator, (ratio,))
+        if isinstance(posterior.complement, Complement):
+            return cls(turned, validator, (ratio,))
+        return cls(turned, validator, (ratio, Axis("complement", *OUTSIDE)))
 
     def shapes(self) -> list[tuple[float, ...]]:
         """A grid of shapes, about a decade apart."""
@@ -159,12 +168,16 @@ class Candidates:
     def _with(
         self, shape: tuple[float, ...], prior: float
     ) -> SubspacePosterior | EigenPosterior:
-        """Where a further number of the shape would enter."""
-        (log_ratio,) = shape
+        """The posterior of a shape, for a prior precision."""
+        log_ratio, *log_outside = shape
         old = self.posterior
+        changes: dict[str, Any] = {}
+        if log_outside:
+            changes["complement"] = 10 ** log_outside[0] * prior
         return old.with_(
             factor=torch.full_like(old.factor, 10**log_ratio * prior),
             prior=torch.full_like(old.prior, prior),
+            **changes,
         )
 
 
