@@ -131,10 +131,10 @@ def test_rows_do_not_depend_on_the_other_links(task, name):
     for link, row in zip(links, together, strict=True):
         (alone,) = run(task, [name], links=[link])
         # Ways to differentiate are chosen by their speed, and round differently.
-        for name, value in alone.settings.items():
+        for setting, value in alone.settings.items():
             near = isinstance(value, float)
             value = pytest.approx(value, rel=1e-3) if near else value
-            assert row.settings[name] == value
+            assert row.settings[setting] == value
         assert row.metrics == pytest.approx(alone.metrics, rel=1e-4)
 
 

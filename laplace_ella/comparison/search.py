@@ -293,6 +293,10 @@ class LaplaceCandidates:
         self.deviations: dict[float, torch.Tensor] = {}
         self.variances: dict[float, float] = {}
 
+    def shapes(self) -> list[tuple[float, ...]]:
+        """The ratios for which there was a pass."""
+        return [(ratio,) for ratio in self.values]
+
     def losses(self, point: Softening) -> torch.Tensor:
         """Negative log likelihood of every validation example, `(N,)`."""
         ratio = self._nearest(point)
