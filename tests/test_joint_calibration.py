@@ -319,3 +319,43 @@ def test_exact_targets_have_no_noise():
     la = fit(case)
     with pytest.raises(ValueError, match="meets all validation targets exactly"):
         la.optimize_calibration(case.loader())
+
+
+# --- the precision outside the basis -------------------------------------------------
+
+
+def test_precision_outside_the_basis_is_chosen_too(digits):
+    """It becomes the complement, its losses are those of predictions, and one more
+    setting is not worse on the validation data than fewer by more than their noise."""
+    la, plain, val, _ = calibrated(digits, complement="prior")
+    chosen = la.optimize_calibration(val, "probit_centered", tune_complement=True)
+    assert plain.complement is None
+    assert la.complement == chosen.complement > 0
+    assert loss(la, val, "probit_centered") == pytest.approx(chosen.loss, rel=1e-4)
+    assert chosen.best_loss <= plain.best_loss + plain.standard_error
+    assert chosen.loss <= chosen.scaling_loss * (1 + 1e-5)
+    again = la.optimize_calibration(val, "probit_centered")  # a number is chosen anew
+    assert again.complement == pytest.approx(chosen.complement, rel=1e-3)
+
+
+def test_coordinates_with_a_precision_outside_the_basis():
+    """Variances in the basis and outside it scale together."""
+    case = make("classification_mlp")
+    la = fit(case, complement=1.0)
+    validator = la._validator(
+        la.posterior, case.loader(), None, "probit_centered", 1, False
+    )
+    candidates = Candidates.of(la.posterior, validator)
+    point = Softening(scale=1.7, share=0.3, shape=(-0.4, 1.3))
+    posterior = candidates.posterior_at(point)
+    prior, factor = posterior.prior.item(), posterior.factor.item()
+    assert posterior.complement / prior == pytest.approx(10**1.3)
+    reference = dense.Reference(case, la.basis.vectors)
+    reference.factor = factor
+    V = la.basis.vectors
+    outside = torch.eye(len(V), dtype=V.dtype) - V @ V.T
+    Sigma = reference.covariance(prior) + outside / posterior.complement
+    _, Js = dense.jacobians(case.model, case.x, case.params)
+    centring = torch.eye(3).double() - 1 / 3
+    seen = (centring @ dense.marginal(Js, Sigma) @ centring).diagonal(dim1=1, dim2=2)
+    assert math.pi / 8 * seen.mean().item() == pytest.approx(0.3 * 1.7**2, rel=1e-6)
