@@ -20,8 +20,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -42,7 +41,13 @@ from laplace_ella.support.layout import OutputLayout
 from laplace_ella.support.links import Link
 from laplace_ella.support.resources import available_memory, human_bytes
 from laplace_ella.tuning.joint_calibration import search_calibration
-from laplace_ella.tuning.softening import Axis, Softening, seen_variance, softened
+from laplace_ella.tuning.softening import (
+    Axis,
+    Softening,
+    Weights,
+    seen_variance,
+    softened,
+)
 
 __all__ = ["Choice", "GridSearch", "at_border"]
 
@@ -153,7 +158,7 @@ class GridSearch:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", BorderWarning)
             # It asks for no more than is defined here.
-            found = search_calibration(cast(Any, candidates), 1.0)
+            found = search_calibration(candidates, 1.0)
         borders = [w for w in caught if issubclass(w.category, BorderWarning)]
         regression = self.settings.is_regression
         return Choice(
@@ -243,22 +248,6 @@ def at_border(name: str, value: float, bounds: tuple[float, float]) -> tuple[str
 # --- candidates ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Validation:
-    """Validation data as the search sees them."""
-
-    cache: Any
-    observation: ObservationModel
-
-
-@dataclass(frozen=True)
-class PosteriorAt:
-    """Prior precision δ, and 1/T, by which the curvature is multiplied."""
-
-    prior: float
-    factor: float
-
-
 class LaplaceCandidates:
     """Validation losses of laplace-torch's posteriors, as `tuning.softening.Candidates`
     has them for ELLA: with r = 1/u of the grid's values only.
@@ -285,9 +274,8 @@ class LaplaceCandidates:
         self.values, self.link, self.settings, self.seed = values, link, settings, seed
         first = next(iter(values.values()))
         family = Family.GAUSSIAN if settings.is_regression else Family.CATEGORICAL
-        observation = ObservationModel(family, OutputLayout.FLAT, noise, 1.0)
-        cache = SimpleNamespace(f_mu=first.mean, targets=first.targets)
-        self.validator = Validation(cache, observation)
+        self.observation = ObservationModel(family, OutputLayout.FLAT, noise, 1.0)
+        self.outputs, self.targets = first.mean, first.targets
         self.axes = (Axis("ratio", min(values), max(values)),)
         self.roots: dict[float, torch.Tensor] = {}
         self.deviations: dict[float, torch.Tensor] = {}
@@ -300,9 +288,9 @@ class LaplaceCandidates:
     def losses(self, point: Softening) -> torch.Tensor:
         """Negative log likelihood of every validation example, `(N,)`."""
         ratio = self._nearest(point)
-        observation = softened(self.validator.observation, point.base)
+        observation = softened(self.observation, point.base)
         values = self.values[ratio]
-        root_T = math.sqrt(1 / self.posterior_at(point).factor)
+        root_T = math.sqrt(1 / self.weights_at(point).factor)
         f = FunctionValues(values.mean, root_T * self._root(ratio))
         losses = observation.example_losses()
         if self.settings.is_regression:
@@ -316,12 +304,12 @@ class LaplaceCandidates:
             )
         return losses(p, values.targets)
 
-    def posterior_at(self, point: Softening) -> PosteriorAt:
-        """The posterior whose mean variance is its share of the softening."""
+    def weights_at(self, point: Softening) -> Weights:
+        """δ and 1/T for which the mean variance is its share of the softening."""
         unit = 1.0 if self.settings.is_regression else math.pi / 8
         ratio = self._nearest(point)
         T = point.share * point.scale**2 / unit / self._variance(ratio)
-        return PosteriorAt(10**-ratio / T, 1 / T)
+        return Weights(10**-ratio / T, 1 / T)
 
     def _nearest(self, point: Softening) -> float:
         return min(self.values, key=lambda ratio: abs(ratio - point.shape[0]))
@@ -333,11 +321,11 @@ class LaplaceCandidates:
 
     def _generator(self) -> torch.Generator:
         """The same random numbers for every candidate."""
-        device = self.validator.cache.f_mu.device
+        device = self.outputs.device
         return torch.Generator(device).manual_seed(self.seed)
 
     def _may_keep_samples(self) -> bool:
-        size = self.validator.cache.f_mu.numel() * self.settings.n_samples
+        size = self.outputs.numel() * self.settings.n_samples
         return len(self.values) * size <= KEPT
 
     def _deviations(self, ratio: float) -> torch.Tensor:
@@ -354,6 +342,6 @@ class LaplaceCandidates:
         """Mean variance for T = 1."""
         if ratio not in self.variances:
             f = FunctionValues(self.values[ratio].mean, self._root(ratio))
-            seen = seen_variance(f, self.validator.observation)
+            seen = seen_variance(f, self.observation)
             self.variances[ratio] = float(seen.double().mean())
         return self.variances[ratio]

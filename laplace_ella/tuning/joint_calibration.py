@@ -26,9 +26,8 @@ from scipy.optimize import minimize
 
 from laplace_ella.errors import BorderWarning, warn_caller
 from laplace_ella.posterior.likelihood import Family
-from laplace_ella.posterior.outside import Complement
 from laplace_ella.tuning.calibration import temperature_scaling
-from laplace_ella.tuning.softening import NO_SHARE, Candidates, Softening, softened
+from laplace_ella.tuning.softening import NO_SHARE, SearchSpace, Softening, softened
 
 __all__ = ["Calibration", "search_calibration"]
 
@@ -133,7 +132,7 @@ def _distance_to_usual(found: _Found) -> float:
     return abs(found.point.share - USUAL_SHARE)
 
 
-def search_calibration(candidates: Candidates, factor_at_one: float) -> Calibration:
+def search_calibration(candidates: SearchSpace, factor_at_one: float) -> Calibration:
     """The settings by the rules above; `factor_at_one` is f for T = 1 and the noise as
     it is."""
     return _Search(candidates, factor_at_one).run()
@@ -145,12 +144,12 @@ class _Search:
 
     Attributes
     ----------
-    candidates : Candidates
+    candidates : SearchSpace
     factor_at_one : float
         f for T = 1
     """
 
-    candidates: Candidates
+    candidates: SearchSpace
     factor_at_one: float
 
     def run(self) -> Calibration:
@@ -175,22 +174,22 @@ class _Search:
 
     def scaling(self) -> Softening:
         """Temperature scaling, the limit of a posterior without variance."""
-        cache = self.candidates.validator.cache
-        observation = self.candidates.validator.observation
+        f, targets = self.candidates.outputs, self.candidates.targets
+        observation = self.candidates.observation
         if observation.family.is_regression:
             noise = observation.sigma_noise.detach()
-            errors = (cache.targets - cache.f_mu) / noise.to(cache.f_mu)
+            errors = (targets - f) / noise.to(f)
             scale = float(errors.double().square().mean().sqrt())
-            rounding = torch.finfo(cache.f_mu.dtype).eps / noise.min()
-            if not scale > float(cache.f_mu.abs().max() * rounding):
+            rounding = torch.finfo(f.dtype).eps / noise.min()
+            if not scale > float(f.abs().max() * rounding):
                 raise ValueError(
                     "The model meets all validation targets exactly, which leaves no "
                     "noise to find. Use validation data that it was not trained on."
                 )
         else:
             scale = temperature_scaling(
-                cache.f_mu,
-                cache.targets,
+                f,
+                targets,
                 multi_label=observation.family is Family.BERNOULLI,
             )
         middle = tuple((axis.low + axis.high) / 2 for axis in self.candidates.axes)
@@ -294,23 +293,22 @@ class _Search:
 
     def temperature(self, point: Softening) -> float:
         """T; scaling the noise as well leaves less of f to it."""
-        factor = float(self.candidates.posterior_at(point).factor)
-        regression = self.candidates.validator.observation.family.is_regression
+        factor = self.candidates.weights_at(point).factor
+        regression = self.candidates.observation.family.is_regression
         return self.factor_at_one / factor / (point.base**2 if regression else 1)
 
     def report(self, chosen: _Found, best: _Found, scaled: _Found) -> Calibration:
         candidates, point = self.candidates, chosen.point
-        observation = candidates.validator.observation
+        observation = candidates.observation
         regression = observation.family.is_regression
-        posterior = candidates.posterior_at(point)
-        complement = posterior.complement
+        weights = candidates.weights_at(point)
         noise = softened(observation, point.base).sigma_noise.reshape(-1)
         plain = Softening(1.0, NO_SHARE, point.shape)
         return Calibration(
             softmax_temperature=1.0 if regression else point.base,
             temperature=self.temperature(point),
-            prior_precision=float(posterior.prior),
-            complement=None if isinstance(complement, Complement) else complement,
+            prior_precision=weights.prior,
+            complement=weights.complement,
             sigma_noise=tuple(noise.tolist()) if regression else (),
             share=point.share,
             loss=chosen.loss,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.tuning.eigenbasis import EigenPosterior
 from laplace_ella.tuning.validation import Validator
 
-__all__ = ["Axis", "Candidates", "Softening"]
+__all__ = ["Axis", "Candidates", "SearchSpace", "Softening", "Weights"]
 
 #: log10 of α/δ: from ten times the prior's variance outside the basis to next to none.
 OUTSIDE = (-1.0, 5.0)
@@ -86,6 +86,53 @@ class Softening:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """What a softening means for the posterior.
+
+    Attributes
+    ----------
+    prior : float
+        δ
+    factor : float
+        f, by which the curvature is multiplied
+    complement : float, optional
+        precision outside the basis, where that is a setting of its own
+    """
+
+    prior: float
+    factor: float
+    complement: float | None = None
+
+
+class SearchSpace(Protocol):
+    """What a search needs of a fit: validation data, losses, and their meaning."""
+
+    @property
+    def axes(self) -> tuple[Axis, ...]: ...
+
+    @property
+    def outputs(self) -> torch.Tensor:
+        """Of the network, `(N, C)`."""
+        ...
+
+    @property
+    def targets(self) -> torch.Tensor: ...
+
+    @property
+    def observation(self) -> ObservationModel: ...
+
+    def shapes(self) -> list[tuple[float, ...]]:
+        """Some to start from."""
+        ...
+
+    def losses(self, point: Softening) -> torch.Tensor:
+        """Negative log likelihood of every validation example, `(N,)`."""
+        ...
+
+    def weights_at(self, point: Softening) -> Weights: ...
+
+
+@dataclass(frozen=True)
 class Candidates:
     """Validation losses of one fit under any softening.
 
@@ -127,6 +174,25 @@ class Candidates:
         if isinstance(posterior.complement, Complement):
             return cls(turned, validator, (ratio,))
         return cls(turned, validator, (ratio, Axis("complement", *OUTSIDE)))
+
+    @property
+    def outputs(self) -> torch.Tensor:
+        return self.validator.cache.f_mu
+
+    @property
+    def targets(self) -> torch.Tensor:
+        return self.validator.cache.targets
+
+    @property
+    def observation(self) -> ObservationModel:
+        return self.validator.observation
+
+    def weights_at(self, point: Softening) -> Weights:
+        """Prior, factor and complement of `posterior_at`."""
+        posterior = self.posterior_at(point)
+        complement = posterior.complement
+        fixed = None if isinstance(complement, Complement) else complement
+        return Weights(float(posterior.prior), float(posterior.factor), fixed)
 
     def shapes(self) -> list[tuple[float, ...]]:
         """A grid of shapes, about a decade apart."""
