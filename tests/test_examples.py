@@ -304,6 +304,14 @@ def test_corruptions(run, tmp_path):
     assert {row["protocol"] for row in rows} == {"train", "halves"}
 
 
+def test_calibrated(paper, data_dir, tmp_path):
+    places = ["--data", str(data_dir), "--out", str(tmp_path)]
+    paper("calibrated").main(["--smoke", "--only", "digits", *places])
+    text = (tmp_path / "digits.md").read_text()
+    assert text.count("probit_centered") == 6
+    assert "nan" not in text
+
+
 def test_every_corruption_is_reproducible(paper):
     corruptions = paper("common.corruptions")
     pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
