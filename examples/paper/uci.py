@@ -26,6 +26,7 @@ from common.mlp import mlp, train
 from common.runs import Results, arguments, environment, start, stopwatch, write_csv
 from common.uci import UCI, Split, gap_split, load, random_split
 from common.uci_page import write_page
+from common.uci_tables import NEGLIGIBLE
 from laplace import Laplace
 from scipy.optimize import minimize
 from torch import nn
@@ -56,9 +57,6 @@ SIMPLEX = ((0.0, 0.0), (2.0, 0.0), (0.0, -1.0))
 
 #: Shares of the data that are sampled, and multiples of the exact fit's ridge δσ².
 SHARES, RIDGES = (1 / 8, 1 / 4, 1 / 2), (0.1, 1.0, 10.0)
-
-#: A difference of the NLL that is none, in nats, however small its standard error.
-NEGLIGIBLE = 0.01
 
 #: Width of a central 95 % interval in standard deviations.
 WIDTH_95 = 2 * 1.959964
@@ -348,20 +346,33 @@ def fewer_samples(
 # Running
 
 
-def tasks(args: Namespace) -> Iterator[tuple[Study, str, int, Callable[[], Split]]]:
+@dataclass(frozen=True)
+class Task:
+    """One split of a study."""
+
+    study: Study
+    kind: str
+    index: int
+    split: Callable[[], Split]
+
+    @property
+    def key(self) -> str:
+        return f"{self.study.name} {self.kind} {self.index}"
+
+
+def tasks(args: Namespace) -> Iterator[Task]:
     """One split of every study after the other, then the next ones."""
-    studies = SMOKE if args.smoke else STUDIES
-    if args.studies:
-        studies = [study for study in studies if study.name in args.studies]
     for index in range(max(args.splits, args.gaps)):
-        for study in studies:
+        for study in SMOKE if args.smoke else STUDIES:
             if study.splits is not None and index >= study.splits:
                 continue
             table, most = load(args.data_root, study.data), study.most
             if index < args.splits:
-                yield study, "random", index, partial(random_split, table, index, most)
+                split = partial(random_split, table, index, most)
+                yield Task(study, "random", index, split)
             if index < min(args.gaps, table.shape[1] - 1):
-                yield study, "gap", index, partial(gap_split, table, index, most)
+                split = partial(gap_split, table, index, most)
+                yield Task(study, "gap", index, split)
 
 
 def run(args: Namespace) -> None:
@@ -370,18 +381,22 @@ def run(args: Namespace) -> None:
     settings = {name: value for name, value in about.items() if name != "date"}
     results = Results(args.cache_dir / "uci.json", settings)
     steps = 50 if args.smoke else 2000
-    planned = [f"{study.name} {kind} {i}" for study, kind, i, _ in tasks(args)]
-    results.expect(planned)
+    todo = [
+        task
+        for task in tasks(args)
+        if args.studies is None
+        or task.study.name in args.studies
+        or task.key in results.rows
+    ]
+    results.expect(task.key for task in todo)
     rows: dict[str, list[Row]] = {"methods": [], "samples": [], "log_dets": []}
-    for (study, kind, index, split), key in zip(tasks(args), planned, strict=True):
-        if key not in results.rows and args.collect:
-            continue
+    for task in todo:
         result = results.compute(
-            key, lambda study=study, split=split: measure(study, split(), steps)
+            task.key, lambda task=task: measure(task.study, task.split(), steps)
         )
-        about_split = {"study": study.name, "kind": kind, "split": index}
+        place = {"study": task.study.name, "kind": task.kind, "split": task.index}
         for name, collected in rows.items():
-            collected += [about_split | row for row in result.get(name, [])]
+            collected += [place | row for row in result.get(name, [])]
     for name, collected in rows.items():
         write_csv(args.out / f"{name}.csv", collected)
 
@@ -390,10 +405,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = arguments("uci", __doc__)
     parser.add_argument("--splits", type=int, default=10, help="random splits")
     parser.add_argument("--gaps", type=int, default=11, help="gap splits, at most")
-    names = [study.name for study in STUDIES]
-    parser.add_argument("--studies", nargs="+", choices=names, help="all by default")
     parser.add_argument(
-        "--collect", action="store_true", help="measure nothing, only collect"
+        "--studies",
+        nargs="*",
+        help="measure these only, or none; the page has all that were measured",
     )
     parser.add_argument(
         "--tables", action="store_true", help="only write the page, from the CSV files"

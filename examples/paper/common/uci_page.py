@@ -45,6 +45,7 @@ evidence, from 1 and 1, MAP's noise by maximum likelihood.
   equal here.
 
 What was run, number of splits:
+
 """
 
 SHORT = """## In short
@@ -61,8 +62,8 @@ matched does: what is not seen is above.
 
 NLL = {
     "random": """Mean ± standard error over splits; bold: the best, or no more than one
-standard error of the paired difference over splits above it. Last columns: data sets in
-bold, and splits near the best.
+standard error of the paired difference over splits, or 0.01 nats, above it. Last
+columns: data sets in bold, and splits near the best.
 
 """,
     "gap": """Mean ± standard error over splits (median). Few splits with a large loss

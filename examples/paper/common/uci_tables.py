@@ -18,6 +18,9 @@ COMPLEMENTS = ("drop", "prior", "matched")
 #: Shares of the gradients that are sampled.
 SHARES = (0.125, 0.25, 0.5, 1.0)
 
+#: A difference of the NLL that is none, in nats, however small its standard error.
+NEGLIGIBLE = 0.01
+
 #: Methods without a K, before and after those with one.
 FIRST, LAST = (
     ("MAP", "exact", "paper"),
@@ -87,9 +90,9 @@ def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
-def number(value: float) -> str:
-    """Two decimals, or three digits of what is large."""
-    text = f"{value:.2f}" if abs(value) < 100 else f"{value:.3g}"
+def number(value: float, decimals: int = 2) -> str:
+    """So many decimals, or three digits of what is large."""
+    text = f"{value:.{decimals}f}" if abs(value) < 100 else f"{value:.3g}"
     return text.replace("-", "−")
 
 
@@ -129,7 +132,8 @@ def nll(table: Table, kind: str, studies: list[str]) -> str:
                 continue
             excess = np.array([v - losses[best][k] for k, v in losses[method].items()])
             text = f"{number(values.mean())} ± {number(error(values))}"
-            if method in whole and excess.mean() <= error(excess):
+            within = excess.mean() <= max(error(excess), NEGLIGIBLE)
+            if method in whole and within:
                 text = f"**{text}**"
             if kind == "gap":
                 text += f" ({number(float(np.median(values)))})"
@@ -331,7 +335,7 @@ def few(table: Table, study: str, kind: str) -> str:
         lines.append(
             [
                 label(method),
-                *(number(losses[split]) for split in splits),
+                *(number(losses[split], 3) for split in splits),
                 f"{int(rows.values('near_best').sum())} of {len(splits)}",
                 f"{int(rows.values('near_exact').sum())} of {len(splits)}"
                 if near
