@@ -162,15 +162,10 @@ def coverage(table: Table, kind: str, studies: list[str]) -> str:
     return markdown(["", *studies, "width"], lines)
 
 
-def _ratio(table: Table, method: str, *columns: str) -> float:
+def _ratio(table: Table, method: str, column: str) -> float:
     """Median over splits of a method's value by the exact posterior's."""
-
-    def total(name: str) -> dict[tuple[Any, ...], float]:
-        parts = [table.where(method=name).by_split(c) for c in columns]
-        return {key: sum(p[key] or 0.0 for p in parts) for key in parts[0]}
-
-    mine, exact = total(method), total("exact")
-    return float(np.median([value / exact[key] for key, value in mine.items()]))
+    mine = table.where(method=method)
+    return float(np.median(_ratios(mine, table.where(method="exact"), column)))
 
 
 def in_short(table: Table) -> str:
@@ -209,14 +204,14 @@ def times(table: Table, studies: list[str]) -> str:
         head += [f"{study} (N up to {n}): fit", "tuning", "prediction"]
     lines = []
     for method in methods_of(table):
-        if method == "MAP":
+        measured = [bool(table.where(study=s, method=method).rows) for s in studies]
+        if method == "MAP" or not any(measured):
             continue
         line = [label(method)]
-        for study in studies:
+        for study, there in zip(studies, measured, strict=True):
             part = table.where(study=study)
-            missing = not part.where(method=method).rows
             line += [
-                "–" if missing else f"{_ratio(part, method, column):.2g}"
+                f"{_ratio(part, method, column):.2g}" if there else "–"
                 for column in ("fit", "tune", "predict")
             ]
         lines.append(line)
