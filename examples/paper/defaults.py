@@ -17,10 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from common.data import cifar10
+from common.mlp import mlp, train
 from common.models import cifar_resnet
+from common.uci import UCI, load, random_split
 from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,7 +30,6 @@ import laplace_ella
 from laplace_ella import metrics
 
 HERE = Path(__file__).parent
-UCI = ("yacht", "energy", "concrete", "wine", "autompg")
 
 #: Keyword arguments of Laplace(..., "all", "nystrom", ...); {} is what a user writes.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -39,38 +39,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "K = 128, complement dropped": {"n_eigenvalues": 128, "complement": "drop"},
     "exact": {"n_eigenvalues": "exact"},
 }
-
-
-def mlp(n_in: int, n_out: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(n_in, 50),
-        nn.Tanh(),
-        nn.Linear(50, 50),
-        nn.Tanh(),
-        nn.Linear(50, n_out),
-    )
-
-
-def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, loss: Any, steps: int):
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-5)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss(model(x), y).backward()
-        optimizer.step()
-        schedule.step()
-
-
-def uci(name: str, data: Path, seed: int) -> list[torch.Tensor]:
-    """Standardised training and test data, 90 % and 10 %."""
-    table = np.loadtxt(data / "uci" / f"{name}.csv.gz", delimiter=",")
-    rng = np.random.default_rng(seed)
-    table = table[rng.permutation(len(table))]
-    n = round(0.9 * len(table))
-    mean, std = table[:n].mean(0), table[:n].std(0)
-    table = torch.tensor((table - mean) / np.where(std > 0, std, 1)).float()
-    x, y = table[:, :-1], table[:, -1:]
-    return [x[:n], y[:n], x[n:], y[n:]]
 
 
 def regression(x, y, x_test, y_test, steps: int) -> dict[str, dict[str, float]]:
@@ -181,8 +149,8 @@ def main() -> None:
     data = Path(os.environ["LAPLACE_ELLA_DATA"])
     steps = 50 if args.smoke else 2000
     results = {
-        f"{name} (UCI)": regression(*uci(name, data, 0), steps)
-        for name in (UCI[:1] if args.smoke else UCI)
+        f"{name} (UCI)": regression(*random_split(load(data, name), 0), steps)
+        for name in UCI[: 1 if args.smoke else 5]  # protein has too many
     }
     results["digits (240 images)"] = digits(steps)
     results["CIFAR-10 (ResNet-20)"] = cifar(
