@@ -3,8 +3,8 @@
     python examples/paper/outside_classification.py
 
 Explicit Jacobians of a small network, float64, K = 20 directions of the rows Λ^{1/2}J,
-which have the curvature's weight. Prior by the evidence, of the basis and of the whole spectrum; then prior
-and temperature on validation data, for every complement. Writes
+which have the curvature's weight. Prior by the evidence, of the basis and of the whole
+spectrum; then prior and temperature on validation data, for every complement. Writes
 `results/calibrated/spectrum.md`.
 """
 
