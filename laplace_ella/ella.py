@@ -388,7 +388,7 @@ or None, default=None
             evidence = Evidence.of(
                 fit,
                 self._observation,
-                self.posterior.with_(prior=init),
+                self._posterior_with(init),
                 torch.as_tensor(self.prior_mean),
                 many=True,
             )
@@ -407,7 +407,7 @@ or None, default=None
                 )
             else:
                 # With a scalar prior, whose features hold for the whole grid.
-                posterior = self.posterior.with_(prior=grid[:1].to(self.H))
+                posterior = self._posterior_with(grid[:1].to(self.H))
                 validator = self._validator(
                     posterior, val_loader, loss, link_approx, n_samples, progress_bar
                 )
@@ -504,9 +504,9 @@ or None, default=None
                 f"{bounds[0]} and {bounds[1]}."
             )
         posterior = self.posterior
-        posterior = posterior.with_(factor=posterior.factor * self.temperature)
         if tune_prior:
-            posterior = posterior.with_(prior=torch.ones_like(posterior.H[0, :1]))
+            posterior = self._posterior_with(torch.ones_like(posterior.H[0, :1]))
+        posterior = posterior.with_(factor=posterior.factor * self.temperature)
         validator = self._validator(
             posterior, val_loader, loss, link_approx, n_samples, progress_bar
         )
@@ -557,8 +557,8 @@ or None, default=None
         Calibration
             what was chosen, and the validation losses of the alternatives
         """
-        posterior = self.posterior
-        posterior = posterior.with_(prior=torch.ones_like(posterior.H[0, :1]))
+        one = torch.ones_like(self.posterior.H[0, :1])
+        posterior = self._posterior_with(one)
         if tune_complement:
             posterior = posterior.with_(complement=1.0)
         validator = self._validator(

@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from laplace import FullLaplace, Laplace
+from laplace.curvature import CurvlinopsEF
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -414,10 +415,136 @@ def test_clear_errors_where_it_cannot_be():
     dropped.complement = "matched"
     with pytest.raises(ValueError, match="Fit again"):
         dropped(case.x_test)
-    classes = make("classification_mlp")
-    with pytest.raises(ValueError, match="Fit again"):
-        fit(classes, complement="matched")(classes.x_test)
+    for other in (
+        {"case": make("classification_mlp")},
+        {"case": make("regression_3"), "sigma_noise": torch.tensor([0.1, 0.2, 0.3])},
+        {"case": case, "backend": CurvlinopsEF},
+    ):
+        with pytest.raises(ValueError, match="needs the spectrum"):
+            fit(complement="matched", **other)
     cache = FeatureCache.from_loader(fit(case, complement="prior"), case.loader())
     la = fit(case, complement="matched")
     with pytest.raises(ValueError, match="make the cache"):
         la.predict_from_cache(cache)
+
+
+def test_small_eigenvalues_of_single_precision_are_not_noise():
+    """Large samples go through a Gram matrix, whose rounding must not count as
+    curvature, nor what it hides as unseen."""
+    torch.manual_seed(0)
+    x, y = torch.randn(900, 3), torch.randn(900, 1)
+    model = mlp(3, 450, 1).float()
+    loader = DataLoader(TensorDataset(x, y), 300)
+
+    def fitted(net, data):
+        la = ELLALaplace(net, "regression", subsample_size=900, n_eigenvalues=10)
+        la.fit(data)
+        la.sigma_noise, la.prior_precision = 0.05, 0.01
+        return la
+
+    single = fitted(model, loader)
+    data = DataLoader(TensorDataset(x.double(), y.double()), 300)
+    double = fitted(copy.deepcopy(model).double(), data)
+    assert_close(
+        single.log_marginal_likelihood().double(),
+        double.log_marginal_likelihood(),
+        rtol=1e-3,
+    )
+    ours, theirs = single(x[:50])[1].double(), double(x[:50].double())[1]
+    assert_close(ours.mean(), theirs.mean(), rtol=0.5)
+
+
+def test_default_for_other_priors_and_back():
+    """A layerwise search starts from a scalar prior, and the other way round: the
+    complement is the one of the prior that is searched for."""
+    case = make("regression_1")
+    la = ELLALaplace(case.model, "regression", n_eigenvalues=4)
+    la.fit(case.loader())
+    for structure, n in (("layerwise", la.n_layers), ("diag", la.n_params)):
+        la.prior_precision = 1.0
+        la.optimize_prior_precision(prior_structure=structure, n_steps=3)
+        assert la.prior_precision.numel() == n
+        assert la.complement == "prior"
+    la.prior_precision = torch.ones(la.n_layers)
+    chosen = la.optimize_calibration(case.loader())
+    assert la.complement == "matched"
+    assert _nll(la, case) == pytest.approx(chosen.loss, rel=1e-3)
+
+
+def _nll(la, case):
+    mean, var = la(case.x, diagonal_output=True)
+    normal = torch.distributions.Normal(mean, (var + la.sigma_noise**2).sqrt())
+    return float(-normal.log_prob(case.y).mean())
+
+
+def test_history_is_of_the_posterior_that_is_fitted():
+    """The last validation loss of a fit is that of its predictions, also where data
+    are added to a fit."""
+    case = make("regression_1")
+    la = build(case, complement="matched", n_eigenvalues=3, sigma_noise=0.3)
+    for override in (True, False):
+        la.fit(case.loader(), override=override, val_loader=case.loader())
+        assert la.history[-1]["loss"] == pytest.approx(_nll(la, case), rel=1e-6)
+
+
+def test_more_directions_of_a_sample_are_not_worse():
+    """With all M directions of a sample in the basis the rest is still matched."""
+    model, loader, _ = _problem(300, 20)
+    new = torch.randn(100, 4).double()
+    exact = ELLALaplace(model, "regression", sigma_noise=0.1)
+    exact.fit(loader)
+    expected = exact(new, diagonal_output=True)[1].log().mean()
+    for rank in (10, 28, 30):
+        la = ELLALaplace(
+            model,
+            "regression",
+            sigma_noise=0.1,
+            subsample_size=30,
+            n_eigenvalues=rank,
+        )
+        la.fit(loader)
+        difference = la(new, diagonal_output=True)[1].log().mean() - expected
+        assert abs(float(difference)) < 1.2
+
+
+def test_the_default_survives_a_checkpoint():
+    """A default that was not set is none in a checkpoint either."""
+    case = make("regression_1")
+    la = ELLALaplace(case.model, "regression", n_eigenvalues=3)
+    la.fit_basis(case.loader())
+    again = ELLALaplace(case.model, "regression")
+    again.load_state_dict(la.state_dict())
+    for each in (la, again):
+        each.fit(case.loader(), override=False)
+    assert again.complement == la.complement == "matched"
+    assert_close(again(case.x_test)[1], la(case.x_test)[1])
+    again.prior_precision = torch.ones(again.n_layers)
+    assert again.complement == "prior"
+    la.complement = torch.tensor(2.0)
+    assert la.complement == 2.0
+    la.complement = None
+    assert la.complement == "matched"
+
+
+def test_exact_is_what_matched_comes_to():
+    case = make("regression_1")
+    la = ELLALaplace(case.model, "regression", complement="matched")
+    la.fit(case.loader())
+    assert la.complement == "prior"
+    exact = ELLALaplace(case.model, "regression", n_eigenvalues="exact")
+    exact.fit(case.loader())
+    assert_close(la(case.x_test)[1], exact(case.x_test)[1])
+
+
+def test_evidence_after_inference_mode_and_features_before_data():
+    case = make("regression_1")
+    la = build(case, complement="matched", subsample_size=6, evidence="whole")
+    la.n_eigenvalues = 3
+    la.fit_basis(case.loader())
+    cache = FeatureCache.from_loader(la, case.loader())
+    la.fit_features(cache)
+    with torch.inference_mode():
+        la.log_marginal_likelihood()
+        la(case.x_test)
+    la.optimize_prior_precision(n_steps=2)
+    assert_close(la.predict_from_cache(cache)[1], la(case.x)[1], rtol=1e-6)

@@ -30,18 +30,18 @@ from laplace_ella.fitting.memory import (
 )
 from laplace_ella.fitting.stopping import EarlyStopping
 from laplace_ella.posterior import likelihood
-from laplace_ella.posterior.basis import NystromBasis, RowSketch, span_of
+from laplace_ella.posterior.basis import NystromBasis, RowSketch
 from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.outside import Complement
-from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.posterior.subspace import UNKNOWN_SPAN, SubspacePosterior
 from laplace_ella.support.batches import batch_size, has_values, take
 from laplace_ella.support.checks import check_finite, positive_int
 from laplace_ella.support.layout import Positions
 from laplace_ella.support.loaders import loader_batches
 from laplace_ella.support.resources import budget_of
-from laplace_ella.support.span import Sketch
+from laplace_ella.support.span import Sketch, Span
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.validation import Validator
 
@@ -205,12 +205,16 @@ class Fitter:
             logger.info("basis: %s\n%s", memory.method, memory)
             capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
         rows = RowSketch(fn.numels(), capacity, keep, fn.dtype, self.home)
-        groups: list[torch.Tensor] = []
-        sketch = None
-        if not exact and self._keeps_span and capacity > len(pairs[0]):
-            sketch = Sketch.of(
-                sum(fn.numels()), len(pairs[0]), self.plan.seed, self.home
+        n_samples, n_params = len(pairs[0]), sum(fn.numels())
+        asked = self.complement is Complement.MATCHED
+        sketch, groups = None, None
+        if not exact and self._keeps_span and capacity > n_samples:
+            sketch = Sketch.of(n_params, n_samples, self.plan.seed, self.home)
+            groups = RowSketch(
+                (sketch.size,), n_samples + 1, n_samples, fn.dtype, self.home
             )
+        elif asked and not exact:
+            raise ValueError(UNKNOWN_SPAN)
         gradients = functools.partial(
             fitter._gradients,
             loader,
@@ -223,16 +227,16 @@ class Fitter:
         for batch in gradients("[Sampling gradients]", pairs):
             for some in batch:
                 add_rows(rows, some, finite)
-                if sketch is not None:
-                    groups.append(sketch(some))
+                if sketch is not None and groups is not None:
+                    groups.add(sketch(some))
                 del some  # before the next ones are computed
             # The sum of all squares is finite as long as all rows are.
             finite.append(torch.isfinite(rows.energy))
         check_finite(finite, "gradients", SAMPLING)
         basis = self._finish_basis(rows, exact)
         span = None
-        if sketch is not None:
-            span = span_of(torch.cat(groups), sketch)
+        if sketch is not None and groups is not None:
+            span = Span(groups.basis(None).directions, sketch)
             others = sampling.draw_others(n_outputs, n_pairs, *pairs, FEW_OTHERS, rng)
             if len(others[0]):
                 norms = [
@@ -259,17 +263,22 @@ class Fitter:
             fn.dtype,
             complement if span is None else Complement.MATCHED,
             spans_all=exact,
-            curvature_rows=regression and self.curvature is Curvature.GGN,
+            curvature_rows=self._has_curvature_rows,
             span=span,
         )
+
+    @property
+    def _has_curvature_rows(self) -> bool:
+        """Whether gradients of pairs are the rows of the curvature's root."""
+        regression = self.observation.family.is_regression
+        return regression and self.curvature is Curvature.GGN
 
     @property
     def _keeps_span(self) -> bool:
         """Whether the span of the sampled gradients may be asked for later."""
         return (
             self.complement in (None, Complement.MATCHED)
-            and self.observation.family.is_regression
-            and self.curvature is Curvature.GGN
+            and self._has_curvature_rows
             and not self.observation.has_several_noises
         )
 
@@ -356,14 +365,15 @@ class Fitter:
 
     def _finish_basis(self, sketch: RowSketch, exact: bool) -> NystromBasis:
         """The directions, in the dtype that was asked for."""
+        accurate = self._has_curvature_rows  # whose small eigenvalues are used
         if exact:
             basis = sketch.basis(None)
         elif self.plan.n_eigenvalues != "auto":
-            basis = sketch.basis(self.plan.rank_limit)
+            basis = sketch.basis(self.plan.rank_limit, accurate)
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RankWarning)
-                basis = sketch.basis(self.plan.rank_limit)
+                basis = sketch.basis(self.plan.rank_limit, accurate)
             basis = basis.truncate(int((basis.explained < AUTO_ENERGY).sum()) + 1)
         dtype = self.linearizer.options.basis_dtype
         if dtype is not None:
@@ -380,7 +390,7 @@ class Fitter:
             n_samples,
             rank,
             self.linearizer.dtype.itemsize,
-            self._pass_bytes(probe, rank, n_samples),
+            self._pass_bytes(probe, rank, n_samples) + self._span_bytes(n_samples),
             self.budget,
             None if options.basis_dtype is None else options.basis_dtype.itemsize,
         )
@@ -403,6 +413,13 @@ class Fitter:
     def budget(self) -> int:
         """Bytes that a fit may use where its directions are."""
         return budget_of(self.home, self.linearizer.options.memory_budget)
+
+    def _span_bytes(self, n_samples: int) -> int:
+        """The sketches of the sampled gradients, where they are kept."""
+        if not self._keeps_span:
+            return 0
+        size = Sketch.size_for(self.linearizer.n_params, n_samples)
+        return n_samples * size * self.linearizer.dtype.itemsize
 
     def _pass_bytes(self, probe: Probe, rank: int, n_rows: int) -> int:
         # Passes are made where the model is; "cuda" without a number is the same.
@@ -436,7 +453,8 @@ class Fitter:
         sums, waited = start.sums, 0
         for sums in self._running_sums(loader, start, progress_bar, plan.checkpoints()):
             H, _ = self.observation.weigh(sums.H)
-            value = validator.score(posterior.with_(H=H))
+            tail = dataclasses.replace(start, sums=sums).tail
+            value = validator.score(posterior.with_(H=H, tail=tail))
             history.append({"n_data": sums.n_data, "loss": value})
             signed = -value if plan.maximize else value
             signed = math.inf if math.isnan(value) else signed

@@ -73,13 +73,21 @@ def set_in_base(la: BaseLaplace, name: str, value: Any) -> None:
 def checked_complement(complement: Any) -> Complement | float:
     """One of the names, or a positive number."""
     number = from_numpy(complement)
+    if isinstance(number, torch.Tensor) and number.numel() == 1:
+        number = number.item()
     if isinstance(number, (int, float)) and not isinstance(number, bool):
         check_positive("complement", number)
         return float(number)
-    return member(Complement, "complement", complement)
+    try:
+        return Complement(complement)
+    except ValueError:
+        raise ValueError(
+            f"complement must be one of {[c.value for c in Complement]} or a positive "
+            f"number, got {complement!r}."
+        ) from None
 
 
-def plain(complement: Complement | float) -> str | float:
+def plain(complement: Complement | float | None) -> str | float | None:
     """As it is written to a checkpoint."""
     return complement.value if isinstance(complement, Complement) else complement
 
@@ -110,6 +118,9 @@ class FittedLaplace(ParametricLaplace):
     """
 
     _softmax_temperature = 1.0  # of objects that were pickled before there was one
+
+    #: Of objects that were pickled when there was no other.
+    _evidence = EvidenceOf.BASIS
 
     H = from_fit(lambda fit: fit.sums.H)
     loss = from_fit(lambda fit: fit.sums.loss.to(fit.mean.dtype))
@@ -363,17 +374,32 @@ class FittedLaplace(ParametricLaplace):
         return self._complement_for(self.fitted)
 
     @complement.setter
-    def complement(self, complement: Complement | str | float) -> None:
-        self._complement = checked_complement(complement)
+    def complement(self, complement: Complement | str | float | None) -> None:
+        self._complement = (
+            None if complement is None else checked_complement(complement)
+        )
         self._posterior_scale = None
 
-    def _complement_for(self, fit: Fit) -> Complement | float:
-        if self._complement is not None:
-            return self._complement
+    def _complement_for(
+        self, fit: Fit, prior: torch.Tensor | None = None
+    ) -> Complement | float:
+        """The complement of a fit with the current prior precision, or another."""
+        n_values = (self.prior_precision if prior is None else prior).numel()
+        complement = self._complement
+        if complement is Complement.MATCHED and fit.spans_all:
+            return Complement.PRIOR  # which is what it comes to
+        if complement is not None:
+            return complement
         matched = fit.complement is Complement.MATCHED
-        if matched and (self.prior_precision.numel() > 1 or fit.tail is None):
+        if matched and (n_values > 1 or fit.tail is None):
             return Complement.PRIOR
         return fit.complement
+
+    def _posterior_with(self, prior: torch.Tensor) -> SubspacePosterior:
+        """The posterior under another prior precision, with the complement that it has
+        then."""
+        complement = self._complement_for(self._checked_fit(), prior)
+        return self.posterior.with_(prior=prior, complement=complement)
 
     @property
     def evidence(self) -> EvidenceOf:
@@ -676,7 +702,7 @@ class FittedLaplace(ParametricLaplace):
             "sigma_noise": self.sigma_noise.detach(),
             "temperature": float(self.temperature),
             "softmax_temperature": self.softmax_temperature,
-            "complement": plain(self._complement_for(fit)),
+            "complement": plain(self._complement),
             "evidence": self.evidence.value,
             "enable_backprop": self.enable_backprop,
             **{f"mode_{name}": mode for name, mode in self.modes.to_dict().items()},

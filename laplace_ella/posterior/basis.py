@@ -6,7 +6,6 @@ J̃ (M, P), orthonormal and nested in K.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,9 +14,8 @@ import torch
 
 from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.support.batches import chunks, has_values
-from laplace_ella.support.span import Sketch, Span
 
-__all__ = ["NystromBasis", "RowSketch", "basis_from_rows", "span_of"]
+__all__ = ["NystromBasis", "RowSketch", "basis_from_rows"]
 
 #: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
 #: more accurate than the Gram matrix because it does not square the condition number.
@@ -157,17 +155,19 @@ class RowSketch:
         _multiply(U.T, self.buffer, out=self.buffer)
         self.filled, self.compressed = self.keep, True
 
-    def basis(self, n_eigenvalues: int | None) -> NystromBasis:
+    def basis(self, n_eigenvalues: int | None, accurate: bool = False) -> NystromBasis:
         """Top right singular vectors of all rows taken in; all usable ones for None.
 
-        Fewer usable directions than `n_eigenvalues` truncate, with a `RankWarning`. The
-        directions may take the place of the rows in memory: the sketch is used up.
+        `accurate` is for those who need the small eigenvalues as well. Fewer usable
+        directions than `n_eigenvalues` truncate, with a `RankWarning`. The directions
+        may take the place of the rows in memory: the sketch is used up.
         """
         rows = self.buffer[: self.filled]
         wanted = min(n_eigenvalues or len(rows), *rows.shape)
         small = rows.numel() <= SVD_LIMIT
         # All usable directions: small eigenvalues count, so products in float64.
-        precision = torch.float64 if n_eigenvalues is None else rows.dtype
+        accurate = accurate or n_eigenvalues is None
+        precision = torch.float64 if accurate else rows.dtype
         if small:
             eigenvalues, directions = _by_svd(rows, wanted)
         else:
@@ -217,13 +217,6 @@ def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:
     sketch = RowSketch(numels, len(rows) + 1, len(rows), rows.dtype, rows.device)
     sketch.add(rows)
     return sketch.basis(n_eigenvalues)
-
-
-def span_of(rows: torch.Tensor, sketch: Sketch) -> Span:
-    """The span of gradients, from their sketches `(M, p)`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RankWarning)
-        return Span(basis_from_rows(rows, len(rows)).directions, sketch)
 
 
 def _usable_rank(

@@ -103,12 +103,13 @@ class Fit:
     def tail(self) -> Tail | None:
         """What the sampled gradients tell of the curvature outside the basis."""
         basis, n_rows = self.basis, self.sums.n_data * self.n_outputs
-        known = self.curvature_rows and basis.tail is not None and n_rows > 0
-        if not known or self.spans_all or self.sums.H.ndim > 2:
+        if not self.curvature_rows or self.spans_all or self.sums.H.ndim > 2:
             return None
         if basis.tail is None or not has_values(basis.eigenvalues):
             return None
-        eigenvalues = torch.cat([basis.eigenvalues, basis.tail])
+        with torch.inference_mode(False):  # it is kept, and differentiated later
+            eigenvalues = torch.cat([basis.eigenvalues, basis.tail])
+            eigenvalues = eigenvalues.to(self.sums.H.device)
         n_params = basis.directions.shape[1]
         spectrum = Spectrum(eigenvalues, basis.n_samples, n_rows, n_params)
         return Tail(spectrum, self.span)
@@ -147,8 +148,6 @@ class Fit:
     ) -> SubspacePosterior:
         """The posterior under given hyperparameters."""
         H, factor = observation.weigh(self.sums.H)
-        if complement is Complement.MATCHED and not self.sums.n_data:
-            complement = Complement.PRIOR  # nothing is known yet
         whole = evidence is EvidenceOf.WHOLE
         return SubspacePosterior(
             self.basis, H, factor, prior, complement, self.tail, whole

@@ -150,16 +150,20 @@ class Tail:
         within = _ratio(f * beyond.sum(), freedom_span, delta, delta + f * beyond.sum())
         # New inputs like the data: their variance, less what is in basis and span.
         freedom = spectrum.degrees_of_freedom(delta / f)
+        n = max(n, 1)  # without data nothing is known, and the prior holds
         variance = freedom / (f * (n - freedom).clamp_min(1e-9 * n))
         variance = variance - freedom_within / (f * n)
         norm = (spectrum.trace - trace_within).clamp_min(0) / n
-        single = _ratio(norm, variance, delta, delta + f * n * norm)
+        single = _ratio(norm, variance, delta, delta + f * spectrum.n_rows * norm)
         if not span.usual:
             return Precisions(within, delta, delta, single, span.largest)
-        in_span = (norm - span.usual).clamp_min(0) / within
-        most = delta + f * n * span.usual
-        usual = _ratio(span.usual, variance - in_span, delta, most)
-        return Precisions(within, usual, delta, single, span.largest)
+        most = delta + f * spectrum.n_rows * span.usual
+        unexplained = variance - freedom_span / (f * n)
+        usual = _ratio(span.usual, unexplained, delta, most)
+        # Directions that the sample spans are known no less than others.
+        return Precisions(
+            torch.maximum(within, usual), usual, delta, single, span.largest
+        )
 
 
 def _ratio(

@@ -63,7 +63,7 @@ class Spectrum:
         """Whether the sample is all there is."""
         return self.n_samples == self.n_rows
 
-    @cached_property
+    @property
     def scaled(self) -> torch.Tensor:
         """The sample's eigenvalues as if all rows were like it."""
         return self.eigenvalues * (self.n_rows / self.n_samples)
@@ -77,12 +77,16 @@ class Spectrum:
         """log det(I + JᵀJ/ridge), differentiable."""
         if self.is_exact:
             return torch.log1p(self.eigenvalues / ridge.double()).sum()
+        if not self.n_rows:
+            return torch.zeros_like(self.eigenvalues[0])
         return self._interpolate(ridge.double().log())[0].reshape(())
 
     def degrees_of_freedom(self, ridge: torch.Tensor) -> torch.Tensor:
         """tr JᵀJ(JᵀJ + ridge)⁻¹, the effective number of parameters."""
         if self.is_exact:
             return (self.eigenvalues / (self.eigenvalues + ridge.double())).sum()
+        if not self.n_rows:
+            return torch.zeros_like(self.eigenvalues[0])
         return -self._interpolate(ridge.double().log())[1].reshape(())
 
     def log_det_beyond(self, rank: int, ridge: torch.Tensor) -> torch.Tensor:
@@ -100,7 +104,8 @@ class Spectrum:
         eigenvalues = self.eigenvalues.cpu().numpy()
         table = _tabulate(eigenvalues, self.n_samples, self.n_rows, self.n_params)
         device = self.eigenvalues.device
-        x, y, slope = (torch.as_tensor(column, device=device) for column in table)
+        with torch.inference_mode(False):  # it is kept, and differentiated later
+            x, y, slope = (torch.as_tensor(c.copy(), device=device) for c in table)
         return x, y, slope
 
     def _interpolate(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,11 +46,18 @@ class Sketch:
     @classmethod
     def of(cls, n_params: int, n_rows: int, seed: int, device: torch.device) -> Sketch:
         """One that suits so many rows; equal for equal seeds, on every device."""
-        if n_params <= ALL_PER_ROW * n_rows:
-            return cls(None, n_params)
+        size = cls.size_for(n_params, n_rows)
+        if size == n_params:
+            return cls(None, size)
         generator = torch.Generator().manual_seed(seed)
         bits = torch.randint(0, 2, (n_params,), generator=generator, dtype=torch.int8)
-        return cls((2 * bits - 1).to(device), GROUPS_PER_ROW * n_rows)
+        return cls((2 * bits - 1).to(device), size)
+
+    @staticmethod
+    def size_for(n_params: int, n_rows: int) -> int:
+        """p that suits so many rows."""
+        few = n_params <= ALL_PER_ROW * n_rows
+        return n_params if few else GROUPS_PER_ROW * n_rows
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `(..., P)` to `(..., p)`: parameter j belongs to group j mod p."""
