@@ -495,7 +495,7 @@ def test_too_many_gradients_are_refused_before_any_is_taken():
     assert "150 gradients" in message
     needed = float(re.search(r"parameters, (\S+) MB on cpu", message)[1])
     assert needed > 150 * 10_701 * 4 / 1e6
-    largest = int(re.search(r"fits is about (\d+)", message)[1])
+    largest = int(re.search(r"fits is (\d+)", message)[1])
     assert 10 < largest < 150
     with Backwards() as counted:
         la = problem.fit(
@@ -505,7 +505,7 @@ def test_too_many_gradients_are_refused_before_any_is_taken():
     assert la.rank == largest
     with pytest.raises(InsufficientMemoryError):
         problem.fit(
-            torch.float32, memory_budget="4 MB", n_eigenvalues=2 * largest, **options
+            torch.float32, memory_budget="4 MB", n_eigenvalues=largest + 1, **options
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import logging
@@ -22,11 +23,11 @@ from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
 from laplace_ella.fitting import sampling
 from laplace_ella.fitting.memory import (
     MemoryEstimate,
-    check_exact_memory,
     check_memory,
     estimate_memory,
     exact_memory,
     sketch_sizes,
+    too_large_for_exact,
 )
 from laplace_ella.fitting.stopping import EarlyStopping
 from laplace_ella.posterior import likelihood
@@ -290,12 +291,13 @@ class Fitter:
             return False
         memory = self.estimate_exact(probe, n_pairs)
         if asked == "exact":
-            check_exact_memory(
-                memory,
-                self.linearizer.n_params,
-                self.linearizer.dtype.itemsize,
-                self.home,
-            )
+            if not memory.fits:
+                raise too_large_for_exact(
+                    memory,
+                    self.linearizer.n_params,
+                    self._largest_rank(probe, n_pairs),
+                    self.home,
+                )
             return True
         return n_pairs <= AUTO_MAX_PAIRS and memory.fits
 
@@ -385,15 +387,33 @@ class Fitter:
         options = self.linearizer.options
         n_samples = min(self.plan.subsample_size, n_pairs)
         rank = min(self.plan.rank_limit, n_samples)
-        return estimate_memory(
-            self.linearizer.n_params,
-            n_samples,
-            rank,
-            self.linearizer.dtype.itemsize,
-            self._pass_bytes(probe, rank, n_samples) + self._span_bytes(n_samples),
-            self.budget,
-            None if options.basis_dtype is None else options.basis_dtype.itemsize,
-        )
+
+        def with_span(span_bytes: int) -> MemoryEstimate:
+            return estimate_memory(
+                self.linearizer.n_params,
+                n_samples,
+                rank,
+                self.linearizer.dtype.itemsize,
+                self._pass_bytes(probe, rank, n_samples) + span_bytes,
+                self.budget,
+                None if options.basis_dtype is None else options.basis_dtype.itemsize,
+            )
+
+        memory = with_span(self._span_bytes(n_samples))
+        # A summary of the gradients does not tell their span: none is kept beside it.
+        return memory if memory.method == "exact" else with_span(0)
+
+    def _largest_rank(self, probe: Probe, n_pairs: int) -> int:
+        """The largest number of directions whose fit is within the budget."""
+
+        def too_many(rank: int) -> bool:
+            plan = dataclasses.replace(self.plan, n_eigenvalues=rank)
+            return (
+                not dataclasses.replace(self, plan=plan).estimate(probe, n_pairs).fits
+            )
+
+        at_most = min(self.plan.subsample_size, n_pairs)
+        return bisect.bisect_left(range(1, at_most + 1), True, key=too_many)
 
     def estimate_exact(
         self, probe: Probe, n_pairs: int, itemsize: int | None = None

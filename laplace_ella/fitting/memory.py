@@ -12,11 +12,11 @@ from laplace_ella.support.resources import human_bytes
 
 __all__ = [
     "MemoryEstimate",
-    "check_exact_memory",
     "check_memory",
     "estimate_memory",
     "exact_memory",
     "sketch_sizes",
+    "too_large_for_exact",
 ]
 
 #: Rows of a sketch that survive a full buffer, as multiples of K. Measured on ResNet-20
@@ -153,21 +153,16 @@ def exact_memory(
     return MemoryEstimate(0, rows, rows, pass_bytes, budget, n_pairs, n_pairs)
 
 
-def check_exact_memory(
-    memory: MemoryEstimate, n_params: int, itemsize: int, device: torch.device
-) -> None:
-    """Refuse an exact fit that cannot fit, before any gradient is taken."""
-    if memory.fits:
-        return
-    row = n_params * itemsize
-    # A fit with K directions needs them and a summary of the gradients of K rows more.
-    largest = max(0, (memory.budget - memory.pass_) // (2 * row) - 5)
-    raise InsufficientMemoryError(
+def too_large_for_exact(
+    memory: MemoryEstimate, n_params: int, largest: int, device: torch.device
+) -> InsufficientMemoryError:
+    """The refusal of an exact fit, which names the largest number of directions that
+    fits."""
+    return InsufficientMemoryError(
         f"n_eigenvalues='exact' keeps all {memory.n_samples} gradients of {n_params} "
         f"parameters, {human_bytes(memory.needed)} on {device}; the budget is "
-        f"{human_bytes(memory.budget)}. The largest n_eigenvalues that fits is about "
-        f"{min(largest, memory.n_samples)}; or use fewer data, freeze parameters, or "
-        "raise memory_budget."
+        f"{human_bytes(memory.budget)}. The largest n_eigenvalues that fits is "
+        f"{largest}; or use fewer data, freeze parameters, or raise memory_budget."
     )
 
 
