@@ -138,6 +138,11 @@ or None, default=None
         τ: predicted probabilities are those of f/τ. Unlike `temperature` it changes
         neither the fit nor the variance of f, and below 1 it makes predictions more
         confident; for `multi_label` the sigmoid's
+    top_outputs : int, optional
+        m: predicted probabilities, in searches too, know the variance of the m largest
+        logits only. Their gradients are all that is computed, in 2m + 1 passes however
+        many directions and classes there are; the classes that are out of the question
+        keep their logits. All by default
     multi_label : bool, default=False
         classification with C labels that are there or not, each by a sigmoid, instead
         of one class of C; targets are 0 or 1, in the shape of the output
@@ -263,7 +268,7 @@ or None, default=None
                 f"{self.output_layout.value!r}. Use fit(train_loader, override=False)."
             )
         plain = self._posterior_of(start).with_(complement=Complement.DROP)
-        cache = cache.serving(plain)
+        cache = cache.serving(plain).top(None)  # curvature is that of all outputs
         if override:
             n_noises = self.sigma_noise.numel()
             sums = Sums.zero(start.basis.rank, n_noises, self._device)
@@ -326,11 +331,12 @@ or None, default=None
                 "method='gridsearch' compares predictions on validation data: pass "
                 "val_loader=, or use method='marglik'."
             )
+        observation = self._observation
+        observation.check_link(link_approx)
         if not isinstance(data, FeatureCache):
             data = self._cache(posterior, data, progress_bar)
-        observation = self._observation
         return Validator(
-            data.serving(posterior).to(self._device),
+            self._served(data, posterior),
             loss,
             observation,
             link_approx,

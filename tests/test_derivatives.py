@@ -336,10 +336,10 @@ def test_pull_back():
     model, x = small(), torch.randn(6, 3).double()
     f, Js = dense.jacobians(model, x)
     u = torch.randn(2, 6, 4).double()
-    outputs, rows = pull_back(function(model), x, u)
+    outputs, rows = pull_back(function(model), x, lambda f: u)
     assert_close(outputs, f)
     assert_close(rows, torch.einsum("nbc,bcp->np", u, Js))
-    assert pull_back(function(model), x, u[:0])[1].shape == (0, Js.shape[-1])
+    assert pull_back(function(model), x, lambda f: u[:0])[1].shape == (0, Js.shape[-1])
 
 
 # --- decisions ---------------------------------------------------------------------
@@ -593,9 +593,9 @@ def test_blocks(layout_of_work, row_mode, first, monkeypatch):
     f, Js = dense.jacobians(lambda x: model(x).flatten(1), x, list(model.parameters()))
     most, original = [], Linearizer._differentiate
 
-    def differentiate(self, batch, outputs, create_graph):
-        most.append(batch.size * len(outputs))
-        return original(self, batch, outputs, create_graph)
+    def differentiate(self, batch, selection, numbers, create_graph):
+        most.append(batch.size * len(numbers))
+        return original(self, batch, selection, numbers, create_graph)
 
     monkeypatch.setattr(Linearizer, "_differentiate", differentiate)
     outputs, J, positions = linearizer.jacobian(x)
@@ -611,6 +611,18 @@ def test_blocks(layout_of_work, row_mode, first, monkeypatch):
     assert_close(out.f, positions.rows(f))
     assert_close(out.phi, rows @ V.T)
     assert_close(out.residual, outside @ outside.mT)
+    # Of the largest outputs at each position only.
+    largest = positions.rows(f).topk(2).indices
+    among = rows.take_along_dim(largest.unsqueeze(-1), 1)
+    rest = among - among @ V.T @ V
+    for out in (
+        linearizer.features(x, V, top=2),
+        linearizer.features_and_residual(x, V, top=2),
+    ):
+        assert torch.equal(out.outputs, largest)
+        assert_close(out.f, positions.rows(f))
+        assert_close(out.phi, among @ V.T)
+    assert_close(out.residual, rest @ rest.mT)
     # Under a prior that is not scalar: the part of JD⁻¹Jᵀ that no V explains.
     w = torch.rand(P).double()
     inverse = torch.linalg.inv((V * w) @ V.T)

@@ -18,6 +18,7 @@ from torch.func import jvp, vmap
 
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.rows import jacobian_by_loop, map_jacobians
+from laplace_ella.derivatives.selection import Cotangents
 from laplace_ella.support.batches import Batch
 from laplace_ella.support.layout import Positions
 from laplace_ella.support.preserve import full_precision
@@ -68,6 +69,8 @@ class Features:
         `split_gradients`
     unseen : torch.Tensor, optional
         the part of JJᵀ outside a span of gradients, `(B·S, C, C)`; see `Span`
+    outputs : torch.Tensor, optional
+        `(B·S, c)`, where features and residuals are of c of the C outputs: which ones
     """
 
     f: torch.Tensor
@@ -75,6 +78,7 @@ class Features:
     positions: Positions
     residual: torch.Tensor | None = None
     unseen: torch.Tensor | None = None
+    outputs: torch.Tensor | None = None
 
     def is_finite(self) -> torch.Tensor:
         """Whether no number is NaN or infinite, without waiting for the device."""
@@ -155,9 +159,9 @@ def by_double_vjp(
 
 
 def by_reverse(
-    fn: ModelFunction, batch: Batch, directions: torch.Tensor, cotangents: torch.Tensor
+    fn: ModelFunction, batch: Batch, directions: torch.Tensor, cotangents: Cotangents
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the Jacobian times V, for the combinations of outputs `(o, O)`:
+    """Rows of the Jacobian times V, for combinations of outputs `(o, O)`:
     outputs (B, O) and (B, o, K), without putting the Jacobian together.
 
     Each parameter's gradients are multiplied by its part of V as they are: the copy
@@ -183,7 +187,7 @@ def by_reverse_loop(
     fn: ModelFunction,
     batch: Batch,
     directions: torch.Tensor,
-    cotangents: torch.Tensor,
+    cotangents: Cotangents,
     create_graph: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, one backward pass per combination and example."""

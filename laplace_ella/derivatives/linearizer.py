@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import one_hot
 from torch.utils.flop_counter import FlopCounterMode
 
 from laplace_ella.derivatives.features import (
@@ -42,6 +41,7 @@ from laplace_ella.derivatives.rows import (
     rows_by_loop,
     rows_by_vmap,
 )
+from laplace_ella.derivatives.selection import Selection
 from laplace_ella.derivatives.sizes import (
     Activations,
     PassSizes,
@@ -147,8 +147,11 @@ class Linearizer:
         self.layout = layout
         self.dict_key_x = dict_key_x
         self.options = options
-        # Each by what it depends on: autocast, and the rank or the kind of inputs.
-        self._feature_modes: dict[tuple[bool, int], tuple[FeatureMode, bool]] = {}
+        # Each by what it depends on: autocast, the rank and the outputs that are
+        # selected, or the kind of inputs.
+        self._feature_modes: dict[
+            tuple[bool, int, int | None], tuple[FeatureMode, bool]
+        ] = {}
         self._row_modes: dict[bool, RowMode] = {}
         self._jacobian_modes: dict[bool, RowMode] = {}
         self._probes: dict[tuple[Any, ...], Probe] = {}
@@ -197,7 +200,9 @@ class Linearizer:
     def modes(self, rank: int) -> Modes:
         """Decisions so far for `rank` directions, under the current autocast state."""
         autocast = self._autocast
-        features, together = self._feature_modes.get((autocast, rank), (None, True))
+        features, together = self._feature_modes.get(
+            (autocast, rank, None), (None, True)
+        )
         return Modes(
             features,
             together,
@@ -209,7 +214,8 @@ class Linearizer:
         """Take over decisions for `rank` directions, for example from a checkpoint."""
         autocast = self._autocast
         if modes.features is not None:
-            self._feature_modes[autocast, rank] = modes.features, modes.together
+            decision = modes.features, modes.together
+            self._feature_modes[autocast, rank, None] = decision
         if modes.rows is not None:
             self._row_modes[autocast] = modes.rows
         if modes.jacobians is not None:
@@ -420,12 +426,13 @@ class Linearizer:
         self._check_result(
             f"Jacobians of {batch.size} examples", batch.size * n_outputs * P
         )
+        everything = Selection(positions)
         order = torch.arange(n_outputs, device=self.device)
         parts = []
-        for part in self._example_parts(batch):
+        for part in self._example_parts(batch, everything):
             blocks = [
-                self._differentiate(part, order[block], create_graph)
-                for block in chunks(n_outputs, self._outputs_at_once(part))
+                self._differentiate(part, everything, order[block], create_graph)
+                for block in chunks(n_outputs, self._outputs_at_once(part, everything))
             ]
             rows = [J for _, J in blocks]
             parts.append(
@@ -438,39 +445,40 @@ class Linearizer:
         self, x: Any
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Positions]]:
         """The same of as many examples at a time as one pass takes."""
-        for part in self._example_parts(self._batch(x)):
+        batch = self._batch(x)
+        for part in self._example_parts(batch, Selection(self._positions(batch))):
             yield self.jacobian(part.inputs)
 
     def pull_back(self, x: Any, cotangents: torch.Tensor) -> torch.Tensor:
         """uᵀJ(x) summed over the batch, (n, P), for cotangents (B, O, n)."""
         with differentiable_kernels():
-            return pull_back(self.fn, x, cotangents.unbind(-1))[1]
+            return pull_back(self.fn, x, lambda _: cotangents.unbind(-1))[1]
 
-    def _example_parts(self, batch: Batch) -> Iterator[Batch]:
+    def _example_parts(self, batch: Batch, selection: Selection) -> Iterator[Batch]:
         """Examples whose Jacobians are taken in one pass."""
         sizes = self.sizes(self._probe(batch))
-        for part in chunks(batch.size, sizes.rows_at_once(self._n_outputs(batch))):
+        for part in chunks(batch.size, sizes.rows_at_once(selection.size)):
             yield batch.take(part)
 
-    def _outputs_at_once(self, batch: Batch) -> int:
+    def _outputs_at_once(self, batch: Batch, selection: Selection) -> int:
         """Rows of one Jacobian in one pass: all, unless one example is too large."""
-        sizes = self.sizes(self._probe(batch))
-        return sizes.outputs_at_once(self._n_outputs(batch))
+        return self.sizes(self._probe(batch)).outputs_at_once(selection.size)
 
     def _n_outputs(self, batch: Batch) -> int:
         """O, the number of outputs of one example."""
         return math.prod(self._probe(batch).output_shape)
 
-    def _unit_cotangents(self, batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
-        """Cotangents (o, O) that select the outputs (o,)."""
-        return one_hot(outputs.to(self.device), self._n_outputs(batch)).to(self.dtype)
-
     def _differentiate(
-        self, batch: Batch, outputs: torch.Tensor, create_graph: bool
+        self,
+        batch: Batch,
+        selection: Selection,
+        numbers: torch.Tensor,
+        create_graph: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs (B, O), and the rows of J(x) that belong to `outputs` (o,)."""
+        """Outputs (B, O), and the rows of J(x) that belong to the selected outputs of
+        these numbers (o,)."""
         mode = self._jacobian_mode(batch)
-        cotangents = self._unit_cotangents(batch, outputs)
+        cotangents = selection.cotangents(numbers.to(self.device), self.dtype)
         with differentiable_kernels():
             if mode is RowMode.LOOP:
                 return jacobian_by_loop(self.fn, batch, cotangents, create_graph)
@@ -483,8 +491,11 @@ class Linearizer:
         if key in self._jacobian_modes:
             return self._jacobian_modes[key]
         batch = batch.detach()
-        few = min(FEW_OUTPUTS, self._outputs_at_once(batch))
-        cotangents = self._unit_cotangents(batch, torch.arange(few, device=self.device))
+        everything = Selection(self._positions(batch))
+        few = min(FEW_OUTPUTS, self._outputs_at_once(batch, everything))
+        cotangents = everything.cotangents(
+            torch.arange(few, device=self.device), self.dtype
+        )
         ways = {RowMode.VMAP: jacobian_by_vmap, RowMode.LOOP: jacobian_by_loop}
 
         def trial(mode: RowMode, n: int) -> Trial:
@@ -522,24 +533,35 @@ class Linearizer:
     # Features
 
     def features(
-        self, x: Any, directions: torch.Tensor, create_graph: bool = False
+        self,
+        x: Any,
+        directions: torch.Tensor,
+        create_graph: bool = False,
+        top: int | None = None,
     ) -> Features:
-        """Outputs and features J(x)V for directions Vᵀ (K, P).
+        """Outputs and features J(x)V for directions Vᵀ (K, P); with `top`, features of
+        so many outputs at each position, the largest ones.
 
         Directions that live on another device are fetched in blocks.
         """
         create_graph = create_graph and torch.is_grad_enabled()
         batch = self._batch(x)
         positions = self._positions(batch)
-        C, K = positions.n_channels, len(directions)
+        selection = Selection(positions, top)
         if not batch.size:
-            return Features(self._nothing(C), self._nothing(C, K), positions)
-        mode, together = self._feature_mode(batch, directions)
+            f = self._nothing(positions.n_channels)
+            phi = self._nothing(selection.n_channels, len(directions))
+            return Features(f, phi, positions, outputs=selection.channels(f))
+        mode, together = self._feature_mode(batch, directions, selection)
         f, columns = None, []
         for block in self._blocks(mode, batch, directions):
             block = block.to(self.device, self.dtype)
-            compute = self._feature_function(mode, together, block, create_graph)
-            at_once = self._examples_at_once(mode, together, batch, len(block))
+            compute = self._feature_function(
+                mode, together, block, selection, create_graph
+            )
+            at_once = self._examples_at_once(
+                mode, together, batch, len(block), selection
+            )
             with differentiable_kernels():
                 parts = [
                     compute(batch.take(part)) for part in chunks(batch.size, at_once)
@@ -548,7 +570,13 @@ class Linearizer:
             columns.append(phi)
         assert f is not None
         phi = columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
-        return Features(positions.rows(f), positions.rows(phi), positions)
+        f = positions.rows(f)
+        outputs = selection.channels(f)
+        if mode is FeatureMode.REVERSE or outputs is None:
+            return Features(f, selection.rows(phi), positions, outputs=outputs)
+        # The other ways have the features of all outputs anyhow.
+        phi = positions.rows(phi).take_along_dim(outputs.unsqueeze(-1), 1)
+        return Features(f, phi, positions, outputs=outputs)
 
     def _blocks(
         self, mode: FeatureMode, batch: Batch, directions: torch.Tensor
@@ -561,11 +589,16 @@ class Linearizer:
         return directions.split(self.sizes(self._probe(batch)).tangents_at_once)
 
     def _examples_at_once(
-        self, mode: FeatureMode, together: bool, batch: Batch, n_directions: int
+        self,
+        mode: FeatureMode,
+        together: bool,
+        batch: Batch,
+        n_directions: int,
+        selection: Selection,
     ) -> int:
         sizes = self.sizes(self._probe(batch))
         if mode is FeatureMode.REVERSE:
-            return sizes.rows_at_once(self._n_outputs(batch))
+            return sizes.rows_at_once(selection.size)
         together = together and mode is FeatureMode.FORWARD
         return sizes.examples_at_once(n_directions if together else 1)
 
@@ -574,10 +607,12 @@ class Linearizer:
         mode: FeatureMode,
         together: bool,
         V: torch.Tensor,
+        selection: Selection,
         create_graph: bool,
     ) -> Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]:
         """Outputs (b, O) and features (b, O, k) of the examples of one pass, for the
-        directions Vᵀ (k, P)."""
+        directions Vᵀ (k, P); reverse mode has features of the selected outputs only.
+        """
 
         def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
             way = self._push_forward() if together else by_forward_loop
@@ -585,16 +620,18 @@ class Linearizer:
                 return way(self.fn, batch.inputs, V)
 
         def reverse(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            units = partial(self._unit_cotangents, batch)
-            order = torch.arange(self._n_outputs(batch), device=self.device)
-            blocks = order.split(self._outputs_at_once(batch))
+            order = torch.arange(selection.size, device=self.device)
+            blocks = [
+                selection.cotangents(numbers, self.dtype)
+                for numbers in order.split(self._outputs_at_once(batch, selection))
+            ]
             if together:
                 with torch.set_grad_enabled(create_graph):
-                    parts = [by_reverse(self.fn, batch, V, units(b)) for b in blocks]
+                    parts = [by_reverse(self.fn, batch, V, block) for block in blocks]
             else:
                 parts = [
-                    by_reverse_loop(self.fn, batch, V, units(b), create_graph)
-                    for b in blocks
+                    by_reverse_loop(self.fn, batch, V, block, create_graph)
+                    for block in blocks
                 ]
             return parts[0][0], torch.cat([phi for _, phi in parts], dim=1)
 
@@ -619,25 +656,26 @@ class Linearizer:
         return self._compiled
 
     def _feature_mode(
-        self, batch: Batch, directions: torch.Tensor
+        self, batch: Batch, directions: torch.Tensor, selection: Selection
     ) -> tuple[FeatureMode, bool]:
         """The fastest way that works, on as many examples as it will be.
 
         Where the expected costs are far apart the cheaper way is only tried; where
         they are close both are timed.
         """
-        key, asked = (self._autocast, len(directions)), self.options.feature_mode
+        asked = self.options.feature_mode
+        key = (self._autocast, len(directions), selection.limit)
         if key in self._feature_modes:
             return self._feature_modes[key]
         batch = batch.detach()  # counting operations fails on inputs with a graph
-        forward = partial(self._try_forward, batch, directions)
-        reverse = partial(self._try_reverse, batch, directions)
+        forward = partial(self._try_forward, batch, directions, selection)
+        reverse = partial(self._try_reverse, batch, directions, selection)
         if asked is FeatureMode.REVERSE:
             trials = reverse()
         elif asked is not FeatureMode.AUTO:
             trials = forward()
         else:
-            cost = self._costs(batch, len(directions))
+            cost = self._costs(batch, len(directions), selection)
             advantage = cost[FeatureMode.REVERSE] / cost[FeatureMode.FORWARD]
             first, second = (reverse, forward) if advantage < 1 else (forward, reverse)
             trials = first()
@@ -649,7 +687,7 @@ class Linearizer:
         return self._feature_modes[key]
 
     def _try_forward(
-        self, batch: Batch, directions: torch.Tensor
+        self, batch: Batch, directions: torch.Tensor, selection: Selection
     ) -> dict[tuple[FeatureMode, bool], Trial]:
         """Forward mode in both ways and, where it fails, its replacement."""
         asked = self.options.feature_mode
@@ -657,27 +695,28 @@ class Linearizer:
         if asked in (FeatureMode.FORWARD, FeatureMode.AUTO):
             # Together is faster for most layers; one after the other for depthwise
             # convolutions, which `vmap` makes slow.
-            together = self._try(FeatureMode.FORWARD, True, batch, directions)
-            trials[FeatureMode.FORWARD, True] = together
+            way = FeatureMode.FORWARD, True
+            together = trials[way] = self._try(*way, batch, directions, selection)
             if not self.options.compile or together.error is not None:
-                one_by_one = self._try(FeatureMode.FORWARD, False, batch, directions)
-                trials[FeatureMode.FORWARD, False] = one_by_one.handicapped()
+                way = FeatureMode.FORWARD, False
+                one_by_one = self._try(*way, batch, directions, selection)
+                trials[way] = one_by_one.handicapped()
         if asked is not FeatureMode.FORWARD:
             if all(t.error is not None for t in trials.values()):
                 way = FeatureMode.DOUBLE_VJP, True
-                trials[way] = self._try(*way, batch, directions)
+                trials[way] = self._try(*way, batch, directions, selection)
         return trials
 
     def _try_reverse(
-        self, batch: Batch, directions: torch.Tensor
+        self, batch: Batch, directions: torch.Tensor, selection: Selection
     ) -> dict[tuple[FeatureMode, bool], Trial]:
         """Reverse mode in the ways that `row_mode` leaves open."""
         asked, mode = self.options.row_mode, FeatureMode.REVERSE
         trials = {}
         if asked is not RowMode.LOOP:
-            trials[mode, True] = self._try(mode, True, batch, directions)
+            trials[mode, True] = self._try(mode, True, batch, directions, selection)
         if asked is not RowMode.VMAP:
-            one_by_one = self._try(mode, False, batch, directions)
+            one_by_one = self._try(mode, False, batch, directions, selection)
             trials[mode, False] = one_by_one.handicapped()
         return trials
 
@@ -687,37 +726,40 @@ class Linearizer:
         together: bool,
         batch: Batch,
         directions: torch.Tensor,
+        selection: Selection,
     ) -> Trial:
         """Seconds per example of all directions, from the first block of them."""
         block = self._blocks(mode, batch, directions)[0]
         one_by_one = mode is FeatureMode.FORWARD and not together
         if one_by_one or mode is FeatureMode.DOUBLE_VJP:
             block = block[:FEW_DIRECTIONS]
-        at_once = self._examples_at_once(mode, together, batch, len(block))
+        at_once = self._examples_at_once(mode, together, batch, len(block), selection)
         n = min(at_once, max(batch.size, FEWEST_EXAMPLES))
         if mode is FeatureMode.REVERSE and not together:
             n = min(n, 2)  # a loop takes as long per example on a few
         many = self._repeated(batch, n)
+        block = block.to(self.device, self.dtype)
         compute = self._feature_function(
-            mode, together, block.to(self.device, self.dtype), create_graph=False
+            mode, together, block, selection, create_graph=False
         )
         trial = self._attempt(lambda m: compute(many.take(slice(0, m))), n)
         return trial.times(len(directions) / len(block))
 
-    def _costs(self, batch: Batch, rank: int) -> dict[FeatureMode, float]:
+    def _costs(
+        self, batch: Batch, rank: int, selection: Selection
+    ) -> dict[FeatureMode, float]:
         """Expected costs of one example's features, in forward passes."""
         one = batch.take(slice(0, 1))
         # Fused attention is one operator, whose multiplications are not counted.
         kernels, counter = differentiable_kernels(), FlopCounterMode(display=False)
         with torch.no_grad(), kernels, counter:
-            f = self.fn(self.fn.parameters(), one.inputs)
+            self.fn(self.fn.parameters(), one.inputs)
         multiplications = max(counter.get_total_flops() / 2, self.n_params)
-        n_outputs = f.numel()
-        product = n_outputs * self.n_params * rank / multiplications
+        product = selection.size * self.n_params * rank / multiplications
         return {
             FeatureMode.FORWARD: 2 * rank + 1,
             FeatureMode.DOUBLE_VJP: 3 * rank + 2,
-            FeatureMode.REVERSE: 2 * n_outputs + 1 + product,
+            FeatureMode.REVERSE: 2 * selection.size + 1 + product,
         }
 
     # Features and residuals
@@ -729,6 +771,7 @@ class Linearizer:
         metric: Metric | None = None,
         create_graph: bool = False,
         span: Span | None = None,
+        top: int | None = None,
     ) -> Features:
         """Outputs, features and what lies outside the basis, by reverse mode.
 
@@ -742,30 +785,38 @@ class Linearizer:
             whether the result can be differentiated in x
         span : Span, optional
             outside of which there is a part that is asked for as well
+        top : int, optional
+            of so many outputs at each position only, the largest ones
         """
         create_graph = create_graph and torch.is_grad_enabled()
         batch = self._batch(x)
         positions = self._positions(batch)
-        S, C, K = positions.n_positions, positions.n_channels, len(directions)
+        selection = Selection(positions, top)
+        S, c, K = positions.n_positions, selection.n_channels, len(directions)
         if not batch.size:
-            f, phi = self._nothing(C), self._nothing(C, K)
-            nothing = self._nothing(C, C)
+            f, phi = self._nothing(positions.n_channels), self._nothing(c, K)
+            nothing = self._nothing(c, c)
             unseen = None if span is None else nothing
-            return Features(f, phi, positions, nothing, unseen)
+            outputs = selection.channels(f)
+            return Features(f, phi, positions, nothing, unseen, outputs)
         self._check_result(
-            f"The residuals (C, C) of C={C} outputs at {batch.size * S} positions",
-            batch.size * S * C * C,
+            f"The residuals (C, C) of C={c} outputs at {batch.size * S} positions",
+            batch.size * S * c * c,
         )
         directions = directions.to(self.device, self.dtype)  # once, not per chunk
         split = partial(
             split_gradients, directions=directions, metric=metric, span=span
         )
         parts = []
-        for part in self._example_parts(batch):
-            at_once = self._outputs_at_once(part)
-            rows_of = partial(self._differentiate, part, create_graph=create_graph)
-            parts += residual_parts(rows_of, split, positions, at_once)
+        for part in self._example_parts(batch, selection):
+            at_once = self._outputs_at_once(part, selection)
+            rows_of = partial(
+                self._differentiate, part, selection, create_graph=create_graph
+            )
+            parts += residual_parts(rows_of, split, selection, at_once)
         f, phi, residual, *unseen = (
             torch.cat(tensors) for tensors in zip(*parts, strict=True)
         )
-        return Features(f, phi, positions, residual, *unseen)
+        unseen = unseen[0] if unseen else None
+        outputs = selection.channels(f)
+        return Features(f, phi, positions, residual, unseen, outputs)

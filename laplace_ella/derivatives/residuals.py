@@ -1,6 +1,7 @@
 """What lies outside the basis, from rows of Jacobians that may be too many at once.
 
-Index legend: B batch, S positions, C outputs at each, O = S·C, P parameters, K rank.
+Index legend: B batch, S positions, C outputs at each and c of them selected, O = S·C,
+P parameters, K rank.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from laplace_ella.derivatives.selection import Selection
 from laplace_ella.support.batches import chunks
-from laplace_ella.support.layout import Positions
 from laplace_ella.support.metric import accurate_product
 
 __all__ = ["residual_parts"]
 
-#: Outputs (B, O) and rows (B, o, P) of the Jacobians, for indices (o,) of outputs.
+#: Outputs (B, O) and rows (B, o, P) of the Jacobians, for numbers (o,) of outputs.
 RowsOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 #: Gradients (..., P) to their features (..., K) and parts of what is left of them.
@@ -23,9 +24,9 @@ Split = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 def residual_parts(
-    rows_of: RowsOf, split: Split, positions: Positions, at_once: int
+    rows_of: RowsOf, split: Split, selection: Selection, at_once: int
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Outputs (r, C), features (r, C, K) and residuals (r, C, C), one for each part
+    """Outputs (r, C), features (r, c, K) and residuals (r, c, c), one for each part
     that is left, some positions at a time.
 
     Parameters
@@ -37,17 +38,17 @@ def residual_parts(
     at_once : int
         rows of one example that may be in memory
     """
-    S, C = positions.n_positions, positions.n_channels
-    # (S, C): which outputs, in the model's order, belong to each position
-    order = positions.rows(torch.arange(S * C).unsqueeze(0))
-    if at_once >= S * C:
+    positions = selection.positions
+    S, c = positions.n_positions, selection.n_channels
+    order = selection.order(torch.device("cpu"))  # (S, c)
+    if at_once >= S * c:
         f, J = rows_of(order.flatten())
-        J = J.unflatten(1, (S, C)).flatten(0, 1)  # (B·S, C, P)
+        J = J.unflatten(1, (S, c)).flatten(0, 1)  # (B·S, c, P)
         yield positions.rows(f), *_square(*split(J))
-    elif at_once >= C:
-        for part in chunks(S, at_once // C):
+    elif at_once >= c:
+        for part in chunks(S, at_once // c):
             f, J = rows_of(order[part].flatten())
-            J = J.unflatten(1, (-1, C)).squeeze(0)  # (s, C, P)
+            J = J.unflatten(1, (-1, c)).squeeze(0)  # (s, c, P)
             yield positions.rows(f)[part], *_square(*split(J))
     else:
         for s in range(S):

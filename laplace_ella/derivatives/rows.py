@@ -15,6 +15,7 @@ import torch
 from torch.func import grad, vjp, vmap
 
 from laplace_ella.derivatives.model_function import ModelFunction
+from laplace_ella.derivatives.selection import Cotangents
 from laplace_ella.support.batches import Batch
 
 __all__ = [
@@ -50,7 +51,7 @@ class RowMode(str, Enum):
 def pull_back(
     fn: ModelFunction,
     x: Any,
-    cotangents: Iterable[torch.Tensor],
+    cotangents: Callable[[torch.Tensor], Iterable[torch.Tensor]],
     create_graph: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """uᵀJ(x), summed over the batch, for several u and one forward pass.
@@ -59,8 +60,9 @@ def pull_back(
     ----------
     x : Any
         inputs of B examples
-    cotangents : iterable of torch.Tensor
-        u, `(B, O)` each; for rows of one example, zero at all others
+    cotangents : callable
+        u, `(B, O)` each, from the outputs `(B, O)`; for rows of one example, zero at
+        all others
 
     Returns
     -------
@@ -71,7 +73,7 @@ def pull_back(
     with torch.enable_grad():
         params = [p.requires_grad_() for p in fn.parameters()]
         f = fn(params, x).flatten(1)
-        for cotangent in cotangents:
+        for cotangent in cotangents(f.detach()):
             grads = torch.autograd.grad(
                 f,
                 params,
@@ -150,11 +152,9 @@ def rows_by_loop(
     pairs = zip(examples.tolist(), cotangents, strict=True)
     rows, filled = _empty_rows(fn, len(examples)), 0
     for example, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        part = pull_back(
-            fn,
-            batch.take(slice(example, example + 1)).inputs,
-            (cotangent.unsqueeze(0) for _, cotangent in group),
-        )[1]
+        its = [cotangent.unsqueeze(0) for _, cotangent in group]
+        one = batch.take(slice(example, example + 1)).inputs
+        part = pull_back(fn, one, lambda _, its=its: its)[1]
         rows[filled : filled + len(part)] = part
         filled += len(part)
     return rows
@@ -163,29 +163,29 @@ def rows_by_loop(
 def map_jacobians(
     fn: ModelFunction,
     batch: Batch,
-    cotangents: torch.Tensor,
+    cotangents: Cotangents,
     reduce: Callable[[tuple[torch.Tensor, ...]], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs (B, O), and what `reduce` makes of the rows of every example.
 
     It gets the gradients `(o, *shape)` of every parameter, for the cotangents `(o, O)`
-    that all examples have in common, from one backward pass of all examples together.
+    of the example, from one backward pass of all examples together.
     """
     params, dtype = fn.parameters(), fn.dtype
 
     def single(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         one = batch.with_leaves([v.unsqueeze(0) for v in leaves], 1).inputs
         f, pull = vjp(lambda p: fn(p, one).flatten(), params)[:2]
-        (grads,) = vmap(pull)(cotangents.to(f))
+        (grads,) = vmap(pull)(cotangents(f).to(f))
         return f.to(dtype), reduce(grads)
 
     return vmap(single, randomness="same")(list(batch.leaves))
 
 
 def jacobian_by_vmap(
-    fn: ModelFunction, batch: Batch, cotangents: torch.Tensor
+    fn: ModelFunction, batch: Batch, cotangents: Cotangents
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs (B, O) and cᵀJ(x) (B, o, P) for cotangents (o, O) at every example."""
+    """Outputs (B, O) and cᵀJ(x) (B, o, P) for cotangents (o, O) of every example."""
     dtype = fn.dtype
     return map_jacobians(
         fn,
@@ -198,7 +198,7 @@ def jacobian_by_vmap(
 def jacobian_by_loop(
     fn: ModelFunction,
     batch: Batch,
-    cotangents: torch.Tensor,
+    cotangents: Cotangents,
     create_graph: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, one backward pass per cotangent and example."""
@@ -206,7 +206,7 @@ def jacobian_by_loop(
         pull_back(
             fn,
             batch.take(slice(b, b + 1)).inputs,
-            cotangents.unsqueeze(1),
+            lambda f: cotangents(f[0]).unsqueeze(1),
             create_graph,
         )
         for b in range(batch.size)

@@ -143,7 +143,8 @@ def _decompose_ella(
 ) -> Uncertainty:
     with la.predicting() as predictor:
         values, positions = predictor.function_values(
-            to_device(x, predictor.linearizer.device)
+            to_device(x, predictor.linearizer.device),
+            predictor.observation.top_outputs,
         )
         if la.likelihood == Likelihood.CLASSIFICATION:
             generator = generator or la.fitter.fresh_generator()

@@ -117,7 +117,9 @@ class FittedLaplace(ParametricLaplace):
     set at any time.
     """
 
-    _softmax_temperature = 1.0  # of objects that were pickled before there was one
+    # Of objects that were pickled before there was one.
+    _softmax_temperature = 1.0
+    _top_outputs: int | None = None
 
     #: Of objects that were pickled when there was no other.
     _evidence = EvidenceOf.BASIS
@@ -163,6 +165,7 @@ class FittedLaplace(ParametricLaplace):
         stochastic: bool | int = False,
         output_layout: OutputLayout | str = OutputLayout.FLAT,
         softmax_temperature: float = 1.0,
+        top_outputs: int | None = None,
         multi_label: bool = False,
         parameter_names: Sequence[str] | None = None,
         feature_mode: FeatureMode | str = FeatureMode.AUTO,
@@ -241,6 +244,7 @@ class FittedLaplace(ParametricLaplace):
                 f"{Likelihood(self.likelihood).value!r}."
             )
         self.softmax_temperature = softmax_temperature
+        self.top_outputs = top_outputs
         if several:
             self.sigma_noise = sigma_noise
         if parameter_names is not None:
@@ -359,6 +363,30 @@ class FittedLaplace(ParametricLaplace):
                 f"{Likelihood(self.likelihood).value!r}, got {tau}. Scale sigma_noise."
             )
         self._softmax_temperature = float(tau)
+
+    @property
+    def top_outputs(self) -> int | None:
+        """m: predicted probabilities know the variance of the m largest logits of each
+        input, which are the ones that gradients are computed of; None for all.
+
+        Function values, their covariances and joint samples are of all outputs. Choose
+        temperature and prior with the m that is predicted with.
+        """
+        return self._top_outputs
+
+    @top_outputs.setter
+    def top_outputs(self, n: int | None) -> None:
+        if n is not None:
+            positive_int("top_outputs", n, or_="None for all")
+            if self._family is not Family.CATEGORICAL:
+                raise ValueError(
+                    "top_outputs is for one class of several, where those that are out "
+                    f"of the question do not matter; got {n} for "
+                    f"likelihood={Likelihood(self.likelihood).value!r}"
+                    f"{' with multi_label=True' if self.multi_label else ''}. Leave it "
+                    "out."
+                )
+        self._top_outputs = None if n is None else int(n)
 
     @property
     def complement(self) -> Complement | float | None:
@@ -480,6 +508,7 @@ class FittedLaplace(ParametricLaplace):
             self.sigma_noise,
             self.temperature,
             self.softmax_temperature,
+            self.top_outputs,
         )
 
     @property
@@ -702,6 +731,7 @@ class FittedLaplace(ParametricLaplace):
             "sigma_noise": self.sigma_noise.detach(),
             "temperature": float(self.temperature),
             "softmax_temperature": self.softmax_temperature,
+            "top_outputs": self.top_outputs,
             "complement": plain(self._complement),
             "evidence": self.evidence.value,
             "enable_backprop": self.enable_backprop,
@@ -742,4 +772,5 @@ class FittedLaplace(ParametricLaplace):
             self.evidence = state_dict.get("evidence", EvidenceOf.BASIS)
             # Checkpoints from before there was one have none.
             self.softmax_temperature = state_dict.get("softmax_temperature", 1.0)
+            self.top_outputs = state_dict.get("top_outputs")
         self.linearizer.adopt(fit.basis.rank, modes)

@@ -103,6 +103,7 @@ class PredictingLaplace(FittedLaplace):
                 "pred_type='nn' samples weights, so it needs link_approx='mc', got "
                 f"link_approx={link_approx.value!r}."
             )
+        self._observation.check_link(link_approx)
         positive_int("n_samples", n_samples)
         regression = self._family.is_regression or (
             self.likelihood == Likelihood.REWARD_MODELING and not fitting
@@ -161,6 +162,12 @@ class PredictingLaplace(FittedLaplace):
             batches = self.fitter.batches(loader, "[Features]", progress_bar)
             return cache_loader(posterior, self.linearizer, self._observation, batches)
 
+    def _served(
+        self, cache: FeatureCache, posterior: SubspacePosterior
+    ) -> FeatureCache:
+        """What predictions of a posterior need of a cache, on the device."""
+        return cache.serving(posterior).top(self.top_outputs).to(self._device)
+
     def predict_from_cache(
         self,
         cache: FeatureCache,
@@ -176,15 +183,16 @@ class PredictingLaplace(FittedLaplace):
         models with outputs at many positions, one row per position.
         """
         link_approx = member(Link, "link_approx", link_approx)
+        self._observation.check_link(link_approx)
         positive_int("n_samples", n_samples)
         check_generator(generator, self._device)
         generator = generator or self._fresh_generator()
         posterior = self.posterior
         parts = []
         with full_precision(self._device):
-            for part in cache.serving(posterior).to(self._device).batches():
+            for part in self._served(cache, posterior).batches():
                 values = posterior.function_values(
-                    part.f_mu, part.phi, part.residual, part.unseen
+                    part.f_mu, part.phi, part.residual, part.unseen, part.outputs
                 )
                 if self._family.is_regression:
                     variance = values.variance if diagonal_output else values.covariance
@@ -240,6 +248,19 @@ class PredictingLaplace(FittedLaplace):
         sampling needs; otherwise the inputs are sampled independently, as in Laplace.
         Samples of weights (`pred_type='nn'`) are always joint.
         """
+        return self._samples(x, pred_type, n_samples, diagonal_output, generator, joint)
+
+    def _samples(
+        self,
+        x: Any,
+        pred_type: PredType | str,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+        joint: bool,
+        top: int | None = None,
+    ) -> torch.Tensor:
+        """Samples of the function, in which the `top` outputs vary, or all."""
         pred_type = member(PredType, "pred_type", pred_type)
         positive_int("n_samples", n_samples)
         with self.predicting() as predictor:
@@ -250,7 +271,7 @@ class PredictingLaplace(FittedLaplace):
                 return self._network_samples(predictor, x, n_samples, generator)
             if joint and not diagonal_output:
                 return predictor.joint_samples(x, n_samples, generator)
-            return predictor.samples(x, n_samples, generator, diagonal_output)
+            return predictor.samples(x, n_samples, generator, diagonal_output, top)
 
     def predictive_samples(
         self,
@@ -261,9 +282,13 @@ class PredictingLaplace(FittedLaplace):
         generator: torch.Generator | None = None,
         joint: bool = False,
     ) -> torch.Tensor:
-        """`functional_samples` behind the inverse link, `(n_samples, B, C)`."""
-        samples = self.functional_samples(
-            x, pred_type, n_samples, diagonal_output, generator, joint
+        """`functional_samples` behind the inverse link, `(n_samples, B, C)`.
+
+        Probabilities of inputs that are sampled independently are those of
+        `top_outputs`.
+        """
+        samples = self._samples(
+            x, pred_type, n_samples, diagonal_output, generator, joint, self.top_outputs
         )
         if self.likelihood == Likelihood.CLASSIFICATION:
             return self._probabilities(samples)

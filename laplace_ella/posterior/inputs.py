@@ -16,12 +16,13 @@ def features_for(
     linearizer: Linearizer,
     x: Any,
     create_graph: bool = False,
+    top: int | None = None,
 ) -> Features:
     """Outputs and features of inputs on the device and, where the complement is kept,
-    the part of their gradients outside the basis."""
+    the part of their gradients outside the basis; of the `top` outputs, or all."""
     directions = posterior.basis.directions
     if not posterior.needs_residual:
-        return linearizer.features(x, directions, create_graph)
+        return linearizer.features(x, directions, create_graph, top)
     return linearizer.features_and_residual(
-        x, directions, posterior.metric, create_graph, posterior.span
+        x, directions, posterior.metric, create_graph, posterior.span, top
     )

@@ -36,6 +36,9 @@ class ObservationModel:
     softmax_temperature : float
         τ, by which the outputs are divided before the softmax or sigmoid of
         predictions; loss and curvature are those of the outputs as they are
+    top_outputs : int, optional
+        predicted probabilities know the variance of so many outputs, the largest ones;
+        of all by default
     """
 
     family: Family
@@ -43,6 +46,7 @@ class ObservationModel:
     sigma_noise: torch.Tensor
     temperature: float | torch.Tensor
     softmax_temperature: float = 1.0
+    top_outputs: int | None = None
 
     @property
     def has_several_noises(self) -> bool:
@@ -98,6 +102,25 @@ class ObservationModel:
         noise = sigma.reshape(-1).expand_as(loss)
         normalizer = n_each * (noise * math.sqrt(2 * math.pi)).log()
         return -(factor * loss + normalizer).sum()
+
+    def check_link(self, link_approx: Link) -> None:
+        """Refuse a link that is not for these predictions."""
+        bridges = (Link.BRIDGE, Link.BRIDGE_NORM)
+        if self.family is Family.BERNOULLI and link_approx not in (
+            Link.PROBIT,
+            Link.MC,
+        ):
+            raise ValueError(
+                f"link_approx={link_approx.value!r} is for one class of several: the "
+                "Laplace bridge leads to a Dirichlet, and a common shift matters to "
+                "sigmoids. With multi_label=True use link_approx='probit' or 'mc'."
+            )
+        if self.top_outputs is not None and link_approx in bridges:
+            raise ValueError(
+                f"link_approx={link_approx.value!r} needs the variance of all classes, "
+                f"got top_outputs={self.top_outputs}. Set top_outputs=None, or use "
+                "'probit', 'probit_centered' or 'mc'."
+            )
 
     def logits(self, f: FunctionValues) -> FunctionValues:
         """f/τ, of which the predicted probabilities are the softmax or sigmoid."""

@@ -48,6 +48,33 @@ class FunctionValues:
     factor: torch.Tensor
     residual: torch.Tensor | None = None
 
+    @classmethod
+    def of_outputs(
+        cls,
+        mean: torch.Tensor,
+        factor: torch.Tensor,
+        residual: torch.Tensor | None,
+        outputs: torch.Tensor | None,
+    ) -> FunctionValues:
+        """Where factor `(B, c, K)` and residual `(B, c, c)` are of c `outputs` `(B, c)`
+        only, the others vary not at all."""
+        if outputs is None:
+            return cls(mean, factor, residual)
+        # Narrow first, then wide: C×K numbers of many classes would cost more than
+        # the roots of small matrices. Those have no safe gradient.
+        if not factor.requires_grad:
+            factor, residual = cls(mean, factor, residual).root(), None
+        wide = factor.new_zeros(*mean.shape, factor.shape[-1])
+        wide = wide.scatter(1, outputs.unsqueeze(-1).expand_as(factor), factor)
+        if residual is None:
+            return cls(mean, wide)
+        C = mean.shape[-1]
+        columns = residual.new_zeros(*residual.shape[:-1], C)
+        columns = columns.scatter(2, outputs.unsqueeze(1).expand_as(residual), residual)
+        square = residual.new_zeros(len(mean), C, C)
+        rows = outputs.unsqueeze(-1).expand_as(columns)
+        return cls(mean, wide, square.scatter(1, rows, columns))
+
     def variance(self) -> torch.Tensor:
         """Marginal variances `(B, C)`."""
         variance = self.factor.square().sum(-1)
@@ -190,12 +217,6 @@ def class_probabilities(
 ) -> torch.Tensor:
     """Probabilities (B, C) of classes or labels by one of the links."""
     link = member(Link, "link_approx", link_approx)
-    if family is Family.BERNOULLI and link not in (Link.PROBIT, Link.MC):
-        raise ValueError(
-            f"link_approx={link.value!r} is for one class of several: the Laplace "
-            "bridge leads to a Dirichlet, and a common shift matters to sigmoids. With "
-            "multi_label=True use link_approx='probit' or 'mc'."
-        )
     if link is Link.PROBIT:
         return probit(f, family)
     if link is Link.PROBIT_CENTERED:

@@ -50,12 +50,21 @@ class Predictor:
     dtype: torch.dtype
     create_graph: bool = False
 
-    def function_values(self, x: Any) -> tuple[FunctionValues, Positions]:
-        """Gaussian over the outputs, rows `(B·S, C)`, and where the rows belong."""
-        features = features_for(self.posterior, self.linearizer, x, self.create_graph)
+    def function_values(
+        self, x: Any, top: int | None = None
+    ) -> tuple[FunctionValues, Positions]:
+        """Gaussian over the outputs, rows `(B·S, C)`, and where the rows belong; with
+        `top`, of which only so many outputs vary."""
+        features = features_for(
+            self.posterior, self.linearizer, x, self.create_graph, top
+        )
         with full_precision(self.linearizer.device):
             values = self.posterior.function_values(
-                features.f, features.phi, features.residual, features.unseen
+                features.f,
+                features.phi,
+                features.residual,
+                features.unseen,
+                features.outputs,
             )
         return values, features.positions
 
@@ -81,7 +90,7 @@ class Predictor:
         generator: torch.Generator | None,
     ) -> torch.Tensor:
         """Probabilities of classes or labels, by one of the links."""
-        values, positions = self.function_values(x)
+        values, positions = self.function_values(x, self.observation.top_outputs)
         with full_precision(self.linearizer.device):
             rows = self.observation.probabilities(
                 values, link_approx, n_samples, diagonal_output, generator
@@ -94,9 +103,10 @@ class Predictor:
         n_samples: int,
         generator: torch.Generator | None,
         diagonal_output: bool = False,
+        top: int | None = None,
     ) -> torch.Tensor:
         """Function values `(n_samples, B, ...)`, independent between inputs."""
-        values, positions = self.function_values(x)
+        values, positions = self.function_values(x, top)
         with full_precision(self.linearizer.device):
             rows = predictive.draw(values, n_samples, generator, diagonal_output)
         samples = positions.restore(rows.flatten(0, 1)).unflatten(0, (n_samples, -1))

@@ -277,10 +277,14 @@ class SubspacePosterior:
         phi: torch.Tensor,
         residual: torch.Tensor | None = None,
         unseen: torch.Tensor | None = None,
+        outputs: torch.Tensor | None = None,
     ) -> FunctionValues:
         """Gaussian over f(x) from outputs `(B, C)`, features `(B, C, K)` and, where
-        the complement is kept, the residual and what is unseen of it `(B, C, C)`."""
-        return FunctionValues(f_mu, *self._factor_and_residual(phi, residual, unseen))
+        the complement is kept, the residual and what is unseen of it `(B, C, C)`.
+
+        These may be of c `outputs` `(B, c)` of each row only."""
+        parts = self._factor_and_residual(phi, residual, unseen)
+        return FunctionValues.of_outputs(f_mu, *parts, outputs)
 
     def joint_covariance(
         self,

@@ -11,6 +11,7 @@ import torch
 
 from laplace_ella.derivatives.features import Features
 from laplace_ella.derivatives.linearizer import Linearizer
+from laplace_ella.derivatives.selection import largest
 from laplace_ella.posterior.inputs import features_for
 from laplace_ella.posterior.likelihood import IGNORED
 from laplace_ella.posterior.observation import ObservationModel
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["FeatureCache", "cache_loader"]
 
 #: What belongs to the examples, one row each, and is sliced with them.
-_PER_ROW = ("f_mu", "phi", "targets", "residual", "unseen")
+_PER_ROW = ("f_mu", "phi", "targets", "residual", "unseen", "outputs")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class FeatureCache:
     unseen : torch.Tensor, optional
         the part of J(x)J(x)ᵀ outside the span of the sampled gradients, `(N, C, C)`,
         for `complement="matched"`
+    outputs : torch.Tensor, optional
+        `(N, m)`, where features and residuals are of m of the C outputs: which ones,
+        the largest first; see `ELLALaplace.top_outputs`
 
     Examples
     --------
@@ -84,6 +88,7 @@ class FeatureCache:
     spectrum: torch.Tensor | None = None
     prior: torch.Tensor | None = None
     unseen: torch.Tensor | None = None
+    outputs: torch.Tensor | None = None
 
     @classmethod
     def from_loader(
@@ -110,6 +115,7 @@ class FeatureCache:
             posterior.basis.eigenvalues,
             posterior.prior if posterior.weighs_gradients else None,
             features.unseen,
+            features.outputs,
         )
         if observed is None or not features.positions.shape:
             return cache
@@ -129,6 +135,8 @@ class FeatureCache:
                 raise ValueError("The caches were made with different bases.")
             if not _same(first.prior, other.prior):
                 raise ValueError("The caches were made for different priors.")
+            if first.top_outputs != other.top_outputs:
+                raise ValueError("The caches were made with different top_outputs.")
 
         def together(name: str) -> torch.Tensor | None:
             parts = [getattr(cache, name) for cache in caches]
@@ -143,6 +151,11 @@ class FeatureCache:
     def rank(self) -> int:
         """K."""
         return self.phi.shape[-1]
+
+    @property
+    def top_outputs(self) -> int | None:
+        """m, where the features are of the m largest outputs only."""
+        return None if self.outputs is None else self.outputs.shape[-1]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -172,6 +185,37 @@ class FeatureCache:
         spectrum = None if self.spectrum is None else self.spectrum[:rank]
         return replace(
             self, phi=self.phi[..., :rank], residual=residual, spectrum=spectrum
+        )
+
+    def top(self, n: int | None) -> FeatureCache:
+        """Features of the n largest outputs of each row, or of all for None."""
+        has, C = self.top_outputs, self.f_mu.shape[-1]
+        wanted = None if n is None or n >= C else n
+        if wanted == has:
+            return self
+        if wanted is None or (has is not None and has < wanted):
+            raise ValueError(
+                f"The cache has the features of the {has} largest outputs, those of "
+                f"{'all' if wanted is None else wanted} are needed. Make it again with "
+                f"top_outputs={n}; or predict with top_outputs={has}."
+            )
+        outputs = largest(self.f_mu, wanted)
+        # Of outputs that are selected already the first ones, which are the largest.
+        at = outputs if has is None else torch.arange(wanted, device=outputs.device)
+        at = at.expand_as(outputs)
+
+        def square(matrix: torch.Tensor | None) -> torch.Tensor | None:
+            if matrix is None:
+                return None
+            rows = matrix.take_along_dim(at.unsqueeze(-1), 1)
+            return rows.take_along_dim(at.unsqueeze(1), 2)
+
+        return replace(
+            self,
+            phi=self.phi.take_along_dim(at.unsqueeze(-1), 1),
+            residual=square(self.residual),
+            unseen=square(self.unseen),
+            outputs=outputs,
         )
 
     def without_residual(self) -> FeatureCache:
@@ -264,7 +308,7 @@ def cache_loader(
     """Features and targets of all batches (inputs on the device, targets)."""
     parts, finite = [], []
     for x, y in batches:
-        features = features_for(posterior, linearizer, x)
+        features = features_for(posterior, linearizer, x, top=observation.top_outputs)
         rows, known = observation.rows(y, len(features.f), features.positions)
         finite.append(features.is_finite())
         parts.append(FeatureCache.of(features, rows, posterior, known))

@@ -81,13 +81,15 @@ class EigenPosterior:
         phi: torch.Tensor,
         residual: torch.Tensor | None = None,
         unseen: torch.Tensor | None = None,
+        outputs: torch.Tensor | None = None,
     ) -> FunctionValues:
         """Gaussian over f(x) from outputs, turned features and their residuals."""
         precision = self.factor.double() * self.eigenvalues + self.prior.double()
         factor = phi * precision.rsqrt().to(phi)
         if self.complement is Complement.DROP or residual is None:
-            return FunctionValues(f_mu, factor)
-        return FunctionValues(f_mu, factor, self.outside.covariance(residual, unseen))
+            return FunctionValues.of_outputs(f_mu, factor, None, outputs)
+        outside = self.outside.covariance(residual, unseen)
+        return FunctionValues.of_outputs(f_mu, factor, outside, outputs)
 
 
 @dataclass(frozen=True)

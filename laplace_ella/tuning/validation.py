@@ -143,7 +143,7 @@ class Validator:
             cache = cache.serving(posterior)
         for part in cache.batches():
             values = posterior.function_values(
-                part.f_mu, part.phi, part.residual, part.unseen
+                part.f_mu, part.phi, part.residual, part.unseen, part.outputs
             )
             yield values, part.targets
 
