@@ -68,7 +68,8 @@ class Features:
         the part of JD⁻¹Jᵀ outside the basis at each position, `(B·S, C, C)`; see
         `split_gradients`
     unseen : torch.Tensor, optional
-        the part of JJᵀ outside a span of gradients, `(B·S, C, C)`; see `Span`
+        the part of JJᵀ outside a span of gradients, `(B·S, L, C, C)` at each of its
+        levels, see `Span`
     outputs : torch.Tensor, optional
         `(B·S, c)`, where features and residuals are of c of the C outputs: which ones
     """

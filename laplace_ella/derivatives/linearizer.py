@@ -784,7 +784,7 @@ class Linearizer:
         create_graph : bool
             whether the result can be differentiated in x
         span : Span, optional
-            outside of which there is a part that is asked for as well
+            outside of which there is a part that is asked for as well, at each level
         top : int, optional
             of so many outputs at each position only, the largest ones
         """
@@ -796,7 +796,8 @@ class Linearizer:
         if not batch.size:
             f, phi = self._nothing(positions.n_channels), self._nothing(c, K)
             nothing = self._nothing(c, c)
-            unseen = None if span is None else nothing
+            n_levels = 0 if span is None else len(span.ranks)
+            unseen = None if span is None else self._nothing(n_levels, c, c)
             outputs = selection.channels(f)
             return Features(f, phi, positions, nothing, unseen, outputs)
         self._check_result(
@@ -817,6 +818,6 @@ class Linearizer:
         f, phi, residual, *unseen = (
             torch.cat(tensors) for tensors in zip(*parts, strict=True)
         )
-        unseen = unseen[0] if unseen else None
+        unseen = torch.stack(unseen, 1) if unseen else None
         outputs = selection.channels(f)
         return Features(f, phi, positions, residual, unseen, outputs)

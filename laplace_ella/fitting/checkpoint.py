@@ -127,6 +127,7 @@ def _state_of_span(span: Span | None) -> dict[str, Any] | None:
         "directions": span.directions,
         "signs": span.sketch.signs,
         "size": span.sketch.size,
+        "ranks": span.ranks,
         "usual": span.usual,
         "largest": span.largest,
     }
@@ -140,7 +141,8 @@ def _span_from_state(
     signs = state["signs"]
     sketch = Sketch(None if signs is None else signs.to(home), state["size"])
     directions = state["directions"].to(home)
-    return Span(directions, sketch, state["usual"], state["largest"])
+    levels = (tuple(state[name]) for name in ("ranks", "usual", "largest"))
+    return Span(directions, sketch, *levels)
 
 
 def _check_shapes(state: Mapping[str, Any], n_params: int) -> None:

@@ -237,11 +237,15 @@ class Fitter:
         basis = self._finish_basis(rows, exact)
         span = None
         if sketch is not None and groups is not None:
-            span = Span(groups.basis(None).directions, sketch)
+            assert basis.tail is not None  # all rows were kept
+            eigenvalues = torch.cat([basis.eigenvalues, basis.tail])
+            span = Span.of(groups.basis(None).directions, sketch, eigenvalues)
             others = sampling.draw_others(n_outputs, n_pairs, *pairs, FEW_OTHERS, rng)
             if len(others[0]):
                 norms = [
-                    span.outside(some).double().square().sum(-1)
+                    torch.stack(
+                        [o.double().square().sum(-1) for o in span.outside(some)], -1
+                    )
                     for batch in gradients("[Other gradients]", others)
                     for some in batch
                 ]

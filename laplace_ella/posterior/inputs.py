@@ -17,12 +17,16 @@ def features_for(
     x: Any,
     create_graph: bool = False,
     top: int | None = None,
+    every_level: bool = False,
 ) -> Features:
     """Outputs and features of inputs on the device and, where the complement is kept,
-    the part of their gradients outside the basis; of the `top` outputs, or all."""
+    the part of their gradients outside the basis; of the `top` outputs, or all.
+
+    `every_level` is for use with other priors and noises than the posterior's."""
     directions = posterior.basis.directions
     if not posterior.needs_residual:
         return linearizer.features(x, directions, create_graph, top)
+    span = posterior.levels if every_level else posterior.span
     return linearizer.features_and_residual(
-        x, directions, posterior.metric, create_graph, posterior.span, top
+        x, directions, posterior.metric, create_graph, span, top
     )

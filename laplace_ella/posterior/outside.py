@@ -1,13 +1,14 @@
 """The directions outside the basis: what the data said about them, and what is left.
 
-A gradient has three parts: in the basis; outside it, but in the span of the sampled
-gradients; outside that span. Dropping the latter two is far too narrow, the prior for
-both far too wide, as if the data had said nothing there. Matched precisions give each
-part the variance that exact linearised Laplace has on average:
+A gradient has three parts: in the basis; outside it, but in directions about which the
+sampled gradients say more than the prior, with eigenvalues λ of fλ > δ; in all others.
+Dropping the latter two is far too narrow, the prior for both far too wide, as if the
+data had said nothing there. Matched precisions give each part the variance that exact
+linearised Laplace has on average:
 
-- α within the span: α = Σλ / Σ λ/(fλ + δ) over the eigenvalues λ beyond the basis
-  leaves the effective number of parameters as it is;
-- outside the span the prior δ, if all rows were sampled. If not, the other rows touch
+- α in the directions that the data know: α = Σλ / Σ λ/(fλ + δ) over their eigenvalues
+  beyond the basis leaves the effective number of parameters as it is;
+- outside this span the prior δ, if all rows were sampled. If not, the other rows touch
   some of it: as much as gradients of the data usually have there gets the precision β
   for which new inputs like the data have their variance df/(f(N − df)) on average, and
   only what exceeds that the prior's.
@@ -62,7 +63,7 @@ class Precisions:
     Attributes
     ----------
     within : torch.Tensor
-        α, in the span of the sampled gradients
+        α, in the directions that the data know
     usual : torch.Tensor
         β, outside the span, up to `largest`
     beyond : torch.Tensor
@@ -88,7 +89,7 @@ class Precisions:
         self, residual: torch.Tensor, unseen: torch.Tensor | None
     ) -> torch.Tensor:
         """From products `(..., n, n)` of the gradients' parts outside the basis, and of
-        those outside the span."""
+        those outside the span, at its level."""
         covariance = residual / self.within.to(residual)
         if unseen is None:
             return covariance
@@ -110,11 +111,19 @@ class Tail:
     ----------
     spectrum : Spectrum
     span : Span, optional
-        of the sampled gradients, where it was kept
+        of the sampled gradients, with all its levels, where it was kept
     """
 
     spectrum: Spectrum
     span: Span | None = None
+
+    def level(self, factor: torch.Tensor, prior: torch.Tensor) -> int:
+        """The level of the span with the directions that the data know better than the
+        prior does: fλ > δ."""
+        if self.span is None or not len(self.spectrum.eigenvalues):
+            return 0
+        ratio = factor.double() * self.spectrum.scaled[0] / prior.double()
+        return self.span.level(float(ratio.detach()))
 
     def log_det(
         self, rank: int, factor: torch.Tensor, prior: torch.Tensor
@@ -143,11 +152,14 @@ class Tail:
         """
         f, delta = factor.double().reshape(()), prior.double().reshape(())
         spectrum, n = self.spectrum, self.spectrum.n_rows
-        span = self.span or Span.nothing()
+        span = None if self.span is None else self.span.at(self.level(f, delta))
         # Within the span, by the eigenvalues beyond the basis.
-        beyond = spectrum.scaled[rank:]
+        beyond = spectrum.scaled[rank : None if span is None else span.ranks[0]]
         freedom_span = f * (beyond / (f * beyond + delta)).sum()
-        within = _ratio(f * beyond.sum(), freedom_span, delta, delta + f * beyond.sum())
+        within = delta  # without any such direction
+        if len(beyond):
+            most = delta + f * beyond.sum()
+            within = _ratio(f * beyond.sum(), freedom_span, delta, most)
         # New inputs like the data: their variance, less what is in basis and span.
         freedom = spectrum.degrees_of_freedom(delta / f)
         n = max(n, 1)  # without data nothing is known, and the prior holds
@@ -155,15 +167,14 @@ class Tail:
         variance = variance - freedom_within / (f * n)
         norm = (spectrum.trace - trace_within).clamp_min(0) / n
         single = _ratio(norm, variance, delta, delta + f * spectrum.n_rows * norm)
-        if not span.usual:
-            return Precisions(within, delta, delta, single, span.largest)
-        most = delta + f * spectrum.n_rows * span.usual
+        if span is None or not span.usual:
+            return Precisions(within, delta, delta, single)
+        norm, largest = span.usual[0], span.largest[0]
+        most = delta + f * spectrum.n_rows * norm
         unexplained = variance - freedom_span / (f * n)
-        usual = _ratio(span.usual, unexplained, delta, most)
-        # Directions that the sample spans are known no less than others.
-        return Precisions(
-            torch.maximum(within, usual), usual, delta, single, span.largest
-        )
+        usual = _ratio(norm, unexplained, delta, most)
+        # Directions that the sample knows are known no less than others.
+        return Precisions(torch.maximum(within, usual), usual, delta, single, largest)
 
 
 def _ratio(

@@ -75,7 +75,8 @@ class SubspacePosterior:
     def __post_init__(self) -> None:
         if self.complement in (Complement.DROP, Complement.PRIOR):
             return
-        if self.complement is Complement.MATCHED and self.span is None:
+        tail = self.tail
+        if self.complement is Complement.MATCHED and (tail is None or not tail.span):
             raise ValueError(UNKNOWN_SPAN)
         if self.is_scalar:
             return
@@ -237,11 +238,22 @@ class SubspacePosterior:
         return self.complement is not Complement.DROP
 
     @property
-    def span(self) -> Span | None:
-        """The span outside of which predictions need a part of J(x) as well."""
+    def levels(self) -> Span | None:
+        """A span outside of which predictions need a part of J(x) as well, at all
+        levels: for every prior and noise."""
         if self.complement is not Complement.MATCHED or self.tail is None:
             return None
         return self.tail.span
+
+    @cached_property
+    def span(self) -> Span | None:
+        """The same at the level of this posterior."""
+        levels = self.levels
+        return None if levels is None else levels.at(self._level)
+
+    @cached_property
+    def _level(self) -> int:
+        return 0 if self.tail is None else self.tail.level(self.factor, self.prior)
 
     @cached_property
     def outside(self) -> Precisions:
@@ -280,9 +292,12 @@ class SubspacePosterior:
         outputs: torch.Tensor | None = None,
     ) -> FunctionValues:
         """Gaussian over f(x) from outputs `(B, C)`, features `(B, C, K)` and, where
-        the complement is kept, the residual and what is unseen of it `(B, C, C)`.
+        the complement is kept, the residual and what is unseen of it `(B, C, C)`, or
+        `(B, L, C, C)` at all levels.
 
         These may be of c `outputs` `(B, c)` of each row only."""
+        if unseen is not None and unseen.ndim == 4:  # at all levels, or at this one
+            unseen = unseen[:, self._level if unseen.shape[1] > 1 else 0]
         parts = self._factor_and_residual(phi, residual, unseen)
         return FunctionValues.of_outputs(f_mu, *parts, outputs)
 
@@ -320,14 +335,14 @@ class SubspacePosterior:
         """
         if not self.needs_residual:
             return phi @ self.scale.to(phi), None
-        if residual is None or (self.span is not None and unseen is None):
+        if residual is None or (self.levels is not None and unseen is None):
             raise ValueError(
                 f"complement={describe(self.complement)} needs the part of J(x) "
                 "outside the basis besides the features; make the cache with this "
                 "posterior, after setting the complement."
             )
         if self.is_scalar:
-            unseen = None if self.span is None else unseen
+            unseen = None if self.levels is None else unseen
             covariance = self.outside.covariance(residual, unseen)
             return phi @ self.scale.to(phi), covariance
         R_inv, T_root = self._whitened_roots

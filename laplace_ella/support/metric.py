@@ -60,7 +60,7 @@ def split_gradients(
     span: Span | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Features φ = JD⁻¹V `(..., K)` and the whitened rest of the rows `(..., P)`; of
-    the rest, what lies outside a span, if there is one.
+    the rest, what lies outside each level of a span, if there is one.
 
     The rest is formed from the rows themselves, as in Gram–Schmidt: its products are
     positive semi-definite and do not cancel, which JD⁻¹Jᵀ less the part within the
@@ -81,7 +81,7 @@ def split_gradients(
         if metric is None:
             phi = accurate_product(J, directions)
             rest = J - phi @ directions
-            return (phi, rest) if span is None else (phi, rest, span.outside(rest))
+            return (phi, rest) if span is None else (phi, rest, *span.outside(rest))
         weights = metric.weights.to(J)
         phi = accurate_product(J * weights, directions)
         within = phi @ metric.inverse_gram.to(phi) @ directions

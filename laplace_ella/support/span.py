@@ -1,15 +1,18 @@
-"""What no sampled gradient touches: the part of a gradient outside their span.
+"""What the data say nothing about: the part of a gradient outside their span.
 
-A new input's gradient has a part in directions that no gradient of the data has, and
-there the prior holds. Projecting on all M sampled gradients takes all of them, M·P
-numbers. The squared norm of what is left needs fewer: sums of the parameters in p ≈ 3M
-groups, with random signs, keep the geometry of a subspace of M dimensions nearly as it
-is, and what is left of a gradient outside that subspace by a factor that is known on
-average, (p − r)/p for r dimensions.
+A new input's gradient has a part in directions that the gradients of the data hardly
+have, and there the prior holds. Hardly depends on the prior, so that a span has levels:
+its leading directions, as many as have an eigenvalue above some bound. Projecting on
+all M sampled gradients takes all of them, M·P numbers. The squared norm of what is left
+needs fewer: sums of the parameters in p ≈ 3M groups, with random signs, keep the
+geometry of a subspace of M dimensions nearly as it is, and what is left of a gradient
+outside that subspace by a factor that is known on average, (p − r)/p for r dimensions.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +29,9 @@ ALL_PER_ROW, GROUPS_PER_ROW = 4, 3
 
 #: Share of the data's gradients that have no more outside the span than `largest`.
 MOST = 0.99
+
+#: Least eigenvalues of neighbouring levels differ by this factor, at most so many.
+LEVEL_FACTOR, MOST_LEVELS = 4.0, 20
 
 
 @dataclass(frozen=True)
@@ -71,51 +77,82 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Span:
-    """The span of the sampled gradients.
+    """The leading directions of the sampled gradients, at one or more levels.
 
     Attributes
     ----------
     directions : torch.Tensor
-        of the sketched gradients `(r, p)`, orthonormal rows
+        of the sketched gradients `(r, p)`, orthonormal rows, by descending eigenvalue
     sketch : Sketch
-    usual : float
-        mean squared norm outside the span of gradients of the data that were not
-        sampled; 0 if all were
-    largest : float
+    ranks : tuple of int
+        of each level, how many of them belong to it
+    usual : tuple of float
+        of each level, the mean squared norm outside of gradients of the data that were
+        not sampled; empty if all were
+    largest : tuple of float
         and what hardly any of them exceeds
     """
 
     directions: torch.Tensor
     sketch: Sketch
-    usual: float = 0.0
-    largest: float = 0.0
+    ranks: tuple[int, ...]
+    usual: tuple[float, ...] = ()
+    largest: tuple[float, ...] = ()
 
     @classmethod
-    def nothing(cls) -> Span:
-        """A span that was not kept."""
-        return cls(torch.empty(0, 0), Sketch(None, 0))
+    def of(
+        cls, directions: torch.Tensor, sketch: Sketch, eigenvalues: torch.Tensor
+    ) -> Span:
+        """With as many levels as tell the eigenvalues of the gradients apart.
 
-    @property
-    def _correction(self) -> float:
-        """What a squared norm after sketch and projection is multiplied by."""
-        if self.sketch.signs is None:
-            return 1.0
-        rank, size = self.directions.shape
-        return size / (size - rank)
+        Level l has the directions with eigenvalues above the largest divided by
+        `LEVEL_FACTOR` to the power of l: none in the first level, all in the last.
+        """
+        relative = (eigenvalues / eigenvalues[0]).tolist()
+        ranks = [0]
+        while ranks[-1] < len(directions) and len(ranks) < MOST_LEVELS:
+            bound = LEVEL_FACTOR ** -len(ranks)
+            above = sum(value > bound for value in relative)
+            ranks.append(min(above, len(directions)))
+        ranks[-1] = len(directions)
+        return cls(directions, sketch, tuple(ranks))
 
-    def compared_with(self, norms: torch.Tensor) -> Span:
-        """The same, knowing the squared norms `(n,)` outside it of other gradients of
-        the data."""
-        if not has_values(norms):
-            return self
-        return replace(
-            self, usual=float(norms.mean()), largest=float(norms.quantile(MOST))
+    def level(self, ratio: float) -> int:
+        """The level whose least eigenvalue is nearest to the largest by `ratio`."""
+        exact = math.log(max(ratio, 1.0)) / math.log(LEVEL_FACTOR)
+        return min(round(exact), len(self.ranks) - 1)
+
+    def at(self, level: int) -> Span:
+        """One level alone."""
+        return Span(
+            self.directions[: self.ranks[level]],
+            self.sketch,
+            (self.ranks[level],),
+            self.usual[level : level + 1],
+            self.largest[level : level + 1],
         )
 
-    def outside(self, rows: torch.Tensor) -> torch.Tensor:
+    def compared_with(self, norms: torch.Tensor) -> Span:
+        """The same, knowing the squared norms `(n, L)` outside its levels of other
+        gradients of the data."""
+        if not has_values(norms):
+            return self
+        usual, largest = norms.mean(0), norms.quantile(MOST, dim=0)
+        return replace(
+            self, usual=tuple(usual.tolist()), largest=tuple(largest.tolist())
+        )
+
+    def outside(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
         """Gradients `(..., P)` to vectors `(..., p)` with the products that the parts
-        outside the span have."""
+        outside have, for each level."""
         directions = self.directions.to(rows)
-        rows = self.sketch(rows)
-        rest = rows - (rows @ directions.mT) @ directions
-        return rest * self._correction**0.5
+        rest, done = self.sketch(rows), 0
+        for rank in self.ranks:
+            some = directions[done:rank]
+            rest, done = rest - (rest @ some.mT) @ some, rank
+            yield rest * self._correction(rank) ** 0.5
+
+    def _correction(self, rank: int) -> float:
+        """What a squared norm after sketch and projection is multiplied by."""
+        size = self.sketch.size
+        return 1.0 if self.sketch.signs is None else size / (size - rank)

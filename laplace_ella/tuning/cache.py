@@ -58,8 +58,8 @@ class FeatureCache:
         the prior precision that features and residual were made for, if it is not
         scalar
     unseen : torch.Tensor, optional
-        the part of J(x)J(x)ᵀ outside the span of the sampled gradients, `(N, C, C)`,
-        for `complement="matched"`
+        the part of J(x)J(x)ᵀ outside each level of the span of the sampled gradients,
+        `(N, L, C, C)`, for `complement="matched"`
     outputs : torch.Tensor, optional
         `(N, m)`, where features and residuals are of m of the C outputs: which ones,
         the largest first; see `ELLALaplace.top_outputs`
@@ -214,7 +214,6 @@ class FeatureCache:
             self,
             phi=self.phi.take_along_dim(at.unsqueeze(-1), 1),
             residual=square(self.residual),
-            unseen=square(self.unseen),
             outputs=outputs,
         )
 
@@ -250,7 +249,7 @@ class FeatureCache:
             )
         if not posterior.needs_residual:
             return replace(cache, residual=None, unseen=None)
-        return cache if posterior.span is not None else replace(cache, unseen=None)
+        return cache if posterior.levels is not None else replace(cache, unseen=None)
 
     def __getitem__(self, index: slice | torch.Tensor) -> FeatureCache:
         """Some of the examples."""
@@ -308,7 +307,13 @@ def cache_loader(
     """Features and targets of all batches (inputs on the device, targets)."""
     parts, finite = [], []
     for x, y in batches:
-        features = features_for(posterior, linearizer, x, top=observation.top_outputs)
+        features = features_for(
+            posterior,
+            linearizer,
+            x,
+            top=observation.top_outputs,
+            every_level=True,
+        )
         rows, known = observation.rows(y, len(features.f), features.positions)
         finite.append(features.is_finite())
         parts.append(FeatureCache.of(features, rows, posterior, known))

@@ -83,11 +83,14 @@ class EigenPosterior:
         unseen: torch.Tensor | None = None,
         outputs: torch.Tensor | None = None,
     ) -> FunctionValues:
-        """Gaussian over f(x) from outputs, turned features and their residuals."""
+        """Gaussian over f(x) from outputs, turned features and their residuals; what
+        is unseen of them at all levels."""
         precision = self.factor.double() * self.eigenvalues + self.prior.double()
         factor = phi * precision.rsqrt().to(phi)
         if self.complement is Complement.DROP or residual is None:
             return FunctionValues.of_outputs(f_mu, factor, None, outputs)
+        if unseen is not None and self.tail is not None:
+            unseen = unseen[:, self.tail.level(self.factor, self.prior)]
         outside = self.outside.covariance(residual, unseen)
         return FunctionValues.of_outputs(f_mu, factor, outside, outputs)
 
