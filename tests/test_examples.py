@@ -251,7 +251,7 @@ def test_cifar10(run, tmp_path, capsys):
     assert "laplace-torch's ELLA, tempered" in subset
     methods = {row["method"] for row in rows}
     assert {"MAP", "temperature scaling", "ELLA K=4, early stopping"} <= methods
-    assert "last-layer ELLA K=16, tempered, prior chosen" in methods
+    assert "last-layer ELLA K=4, tempered, prior chosen" in methods
     assert all(0 <= row["accuracy"] <= 1 and row["nll"] > 0 for row in rows)
     assert {row["protocol"] for row in rows} == PROTOCOLS
     calibrated = {"last layer, full, calibrated", "ELLA K=4, calibrated"}

@@ -82,8 +82,6 @@ def ella_settings(ranks: list[int], smoke: bool = False) -> list[Setting]:
         Setting(ranks[0], "stop"),
         Setting(ranks[0], "temperature"),
         Setting(ranks[0], "both", "prior"),
-        Setting(ranks[0], "both"),
-        Setting(ranks[0], "temperature", "prior"),
         Setting(ranks[0], "evidence"),
         Setting(ranks[0], "calibrated"),
         Setting(ranks[0], "calibrated", "prior"),
@@ -92,9 +90,7 @@ def ella_settings(ranks: list[int], smoke: bool = False) -> list[Setting]:
         settings += [
             Setting(rank, "none"),
             Setting(rank, "prior"),
-            Setting(rank, "temperature"),
             Setting(rank, "both", "prior"),
-            Setting(rank, "both"),
             Setting(rank, "calibrated"),
             Setting(rank, "calibrated", "prior"),
         ]
@@ -126,8 +122,10 @@ def is_main(method: str) -> bool:
 
 
 def links_of(args: Any, method: str) -> list[str]:
-    calibrated = "calibrated" in method
-    return [*args.links, CALIBRATED_LINK] if calibrated else args.links
+    """Links of a method of ELLA; of the last layer only probit, which suits it best."""
+    of_last_layer = method.startswith(("last-layer", CALIBRATED_LAST_LAYER))
+    links = args.links[-1:] if of_last_layer else args.links
+    return [*links, CALIBRATED_LINK] if "calibrated" in method else links
 
 
 def protocols_of(evaluation: Evaluation, method: str) -> list[str]:
@@ -179,7 +177,7 @@ def last_layer_methods(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
     embeddings["train"] = setup.embeddings("train", train)
     targets = {**evaluation.targets, "train": train.y}
     last = LastLayer(setup.model.linear, embeddings, targets, args.smoke)
-    pairs = [(s, how) for how in LAST_LAYER for s in STRUCTURES]
+    pairs = [*((structure, "evidence") for structure in STRUCTURES), ("full", "both")]
     names = [last_layer_name(*pair) for pair in pairs]
     evaluation.results.expect(expected_rows(args, evaluation, names))
     for (structure, search), name in zip(pairs, names, strict=True):
@@ -206,16 +204,13 @@ def ella_methods(
 
 
 def last_layer_ella(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
-    """ELLA of the last layer: all its directions, and as few as of the network.
+    """ELLA of the last layer: of as few directions as of the network, and of all.
 
     With all of them, and nothing outside, it is the layer's full posterior.
     """
-    rank, full = args.ranks[0], min(HEAD_WEIGHTS, args.subsample_size)
-    settings = [Setting(rank, "both"), Setting(full, "both")]
-    if not args.smoke:
-        settings += [Setting(rank, "both", "prior"), Setting(full, "evidence")]
-    names = {f"last-layer {setting}": setting for setting in settings}
-    names[CALIBRATED_LAST_LAYER] = Setting(full, "calibrated")
+    few = Setting(args.ranks[0], "both")
+    full = Setting(min(HEAD_WEIGHTS, args.subsample_size), "calibrated")
+    names = {f"last-layer {few}": few, CALIBRATED_LAST_LAYER: full}
 
     def load() -> tuple[ella.Study, dict[str, FeatureCache]]:
         train = setup.train[: args.n_fit] if args.smoke else setup.train
@@ -443,7 +438,7 @@ def paired(
         ("MAP", NO_LINK),
         (references[0], NO_LINK),
         (references[1], "chosen"),
-        (CALIBRATED_LAST_LAYER, link),
+        (CALIBRATED_LAST_LAYER, "probit"),
         (str(Setting(ranks[0], "stop")), link),
         (str(Setting(ranks[0], "calibrated")), link),
         (str(Setting(ranks[-1], "both", "prior")), link),
@@ -456,8 +451,8 @@ def paired(
     for method, its_link in names:
         stored = evaluation.probs(method, its_link, protocol)
         if stored is not None:
-            label = method if its_link in (NO_LINK, "chosen") else f"{method}, {link}"
-            probs[label] = stored
+            plain = its_link in (NO_LINK, "chosen")
+            probs[method if plain else f"{method}, {its_link}"] = stored
     return facts.paired_differences(probs, evaluation.targets["test"], references)
 
 
