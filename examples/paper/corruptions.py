@@ -96,7 +96,6 @@ def nystrom_methods(args: Any, head_rank: int) -> dict[str, Nystrom]:
     few, many = args.ranks[0], args.ranks[-1]
     settings = (
         Setting(few, "stop"),
-        Setting(few, "both", "prior"),
         Setting(many, "both", "prior"),
         Setting(few, "calibrated"),
         Setting(many, "calibrated"),
