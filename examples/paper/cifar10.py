@@ -1,16 +1,10 @@
-"""CIFAR-10 with pretrained ResNets: every method, both links (Table 3 of the paper).
+"""CIFAR-10 with pretrained ResNets: every method and link (Table 3 of the paper).
 
     python examples/paper/cifar10.py --network resnet20 --seeds 0 1 2
     python examples/paper/cifar10.py --network resnet56 --rank 256 --ranks 20 256
 
-Hyperparameters are chosen in two ways, each reported on all test images:
-
-train   on 2,000 images of the training file that are kept from fitting. The networks
-        were trained on them, so they are moved until they are as hard as new images
-        (see `common.cifar.Cifar`).
-halves  on new images: settings chosen on one half of the test file predict the other
-        half, and the other way round, so that no image takes part in a choice that
-        its own prediction depends on.
+Hyperparameters are chosen in three ways, see `common.protocols`, each reported on all
+test images; the third, of `augmented_validation`, for the main methods only.
 
 The first of --seeds gives the whole table. Further ones draw another basis and fit
 other images, and repeat ELLA's settings only, of --seed-ranks. Where the --seed-n-*
@@ -38,24 +32,24 @@ import numpy as np
 import torch
 from common import ella, facts, figures, runs
 from common.all_layers import AllLayers, Sizes, attempts
-from common.cifar import PAPER_PRIOR, Cifar
+from common.cifar import HEAD_WEIGHTS, PAPER_PRIOR, Cifar
 from common.data import Images
 from common.ella import Setting
 from common.evaluation import COLUMNS, Evaluation
 from common.last_layer import LastLayer
 from common.models import CIFAR_RESNETS, CIFAR_TRAIN_SIZE
-from common.protocols import PROTOCOLS, TITLES, Fold, Outcome
+from common.protocols import PROTOCOLS, TITLES, Fold, Outcome, sources
 from common.spread import spread, with_errors
 
 from laplace_ella import FeatureCache, metrics
 
 LINKS = ("mc", "probit")
 
+#: A link that calibrated posteriors are tried with as well.
+CALIBRATED_LINK = "probit_centered"
+
 #: ELLA of the whole network and of its last layer.
 EITHER = "ELLA or last-layer ELLA"
-
-#: 64 embeddings and a bias for each of 10 classes.
-CIFAR_HEAD_WEIGHTS = 650
 
 #: Links of methods that have none.
 NO_LINK = "–"
@@ -63,11 +57,14 @@ NO_LINK = "–"
 #: Settings that rows of one table have in common.
 SAME_IMAGES = ("n_validation", "n_test", "strength")
 
-SCORES = {k: COLUMNS[k] for k in ("nll", "ece", "accuracy", "brier")}
+SCORES = {k: COLUMNS[k] for k in ("nll", "ece", "brier")}
 SPREAD_COLUMNS = {k: COLUMNS[k] for k in list(COLUMNS)[:6]}
 
 LAST_LAYER = {"evidence": "prior by evidence", "both": "tempered, prior chosen"}
 STRUCTURES = ("full", "kron", "diag")
+
+#: The full posterior of the last layer, with as many settings chosen as of ELLA.
+CALIBRATED_LAST_LAYER = "last layer, full, calibrated"
 
 
 # --- one method on one fold -----------------------------------------------------------
@@ -76,25 +73,25 @@ STRUCTURES = ("full", "kron", "diag")
 def ella_settings(ranks: list[int], smoke: bool = False) -> list[Setting]:
     """Everything for the first rank, the main ones for the rest."""
     if smoke:  # every kind of search once
-        settings = [Setting(ranks[0], s) for s in ("stop", "temperature", "evidence")]
+        searches = ("stop", "temperature", "evidence", "calibrated")
+        settings = [Setting(ranks[0], s) for s in searches]
         settings.append(Setting(ranks[0], "both", "prior"))
         return settings + [Setting(rank, "prior") for rank in ranks[1:]]
     settings = [
         Setting(ranks[0], "none"),
         Setting(ranks[0], "stop"),
         Setting(ranks[0], "temperature"),
-        Setting(ranks[0], "both", "prior"),
-        Setting(ranks[0], "both"),
-        Setting(ranks[0], "temperature", "prior"),
         Setting(ranks[0], "evidence"),
+        Setting(ranks[0], "calibrated"),
+        Setting(ranks[0], "calibrated", "prior"),
     ]
     for rank in ranks[1:]:
         settings += [
             Setting(rank, "none"),
             Setting(rank, "prior"),
-            Setting(rank, "temperature"),
             Setting(rank, "both", "prior"),
-            Setting(rank, "both"),
+            Setting(rank, "calibrated"),
+            Setting(rank, "calibrated", "prior"),
         ]
     return settings
 
@@ -113,21 +110,50 @@ def run_last_layer(
 # --- families of methods --------------------------------------------------------------
 
 
-def expected_rows(args: Any, methods: list[str]) -> list[str]:
+def is_main(method: str) -> bool:
+    """Whether a method is shown under all protocols, and beside the slow ones."""
+    if method.startswith("last layer"):
+        return method.startswith(("last layer, full", "last layer, diag"))
+    searches = ("early stopping", "tempered, prior chosen", "calibrated")
+    return method in ("MAP", "temperature scaling") or any(
+        search in method for search in searches
+    )
+
+
+def links_of(args: Any, method: str) -> list[str]:
+    """Links of a method of ELLA; of the last layer only probit, which suits it best."""
+    of_last_layer = method.startswith(("last-layer", CALIBRATED_LAST_LAYER))
+    links = args.links[-1:] if of_last_layer else args.links
+    return [*links, CALIBRATED_LINK] if "calibrated" in method else links
+
+
+def protocols_of(evaluation: Evaluation, method: str) -> list[str]:
+    given = evaluation.protocols
+    return given if is_main(method) else without_augmented(given)
+
+
+def without_augmented(protocols: list[str]) -> list[str]:
+    return [protocol for protocol in protocols if protocol != "augmented"]
+
+
+def expected_rows(args: Any, evaluation: Evaluation, methods: list[str]) -> list[str]:
     """Keys of the rows of methods with links, for the time left."""
     return [
         f"{protocol} | {method} | {link}"
         for method in methods
-        for link in args.links
-        for protocol in args.protocols
+        for link in links_of(args, method)
+        for protocol in protocols_of(evaluation, method)
     ]
 
 
+def embeddings_of(evaluation: Evaluation, setup: Cifar) -> dict[str, torch.Tensor]:
+    """What the last layer sees of the images that settings are chosen and tested on."""
+    names = sources(evaluation.protocols)
+    return {which: setup.embeddings(which, setup.images(which)) for which in names}
+
+
 def simple_methods(evaluation: Evaluation, setup: Cifar) -> None:
-    embeddings = {
-        "validation": setup.embeddings("validation", setup.validation),
-        "test": setup.embeddings("test", setup.test),
-    }
+    embeddings = embeddings_of(evaluation, setup)
     with torch.no_grad():
         logits = {w: setup.model.linear(e) for w, e in embeddings.items()}
     evaluation.add(
@@ -146,24 +172,22 @@ def last_layer_name(structure: str, search: str) -> str:
 
 def last_layer_methods(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
     train = setup.train[: args.n_fit] if args.smoke else setup.train
-    embeddings = {
-        "validation": setup.embeddings("validation", setup.validation),
-        "test": setup.embeddings("test", setup.test),
-        "train": setup.embeddings("train", train),
-    }
+    embeddings = embeddings_of(evaluation, setup)
+    embeddings["train"] = setup.embeddings("train", train)
     targets = {**evaluation.targets, "train": train.y}
     last = LastLayer(setup.model.linear, embeddings, targets, args.smoke)
-    pairs = [(s, how) for how in LAST_LAYER for s in STRUCTURES]
+    pairs = [*((structure, "evidence") for structure in STRUCTURES), ("full", "both")]
     names = [last_layer_name(*pair) for pair in pairs]
-    evaluation.results.expect(expected_rows(args, names))
-    for structure, search in pairs:
+    evaluation.results.expect(expected_rows(args, evaluation, names))
+    for (structure, search), name in zip(pairs, names, strict=True):
         for link in args.links:
             evaluation.add(
-                last_layer_name(structure, search),
+                name,
                 link,
                 lambda fold, s=structure, how=search, li=link: run_last_layer(
                     last, s, how, li, fold
                 ),
+                protocols_of(evaluation, name),
             )
 
 
@@ -171,69 +195,55 @@ def ella_methods(
     args: Any, evaluation: Evaluation, setup: Cifar, ranks: list[int]
 ) -> None:
     def load() -> tuple[ella.Study, dict[str, FeatureCache]]:
-        features = {w: setup.features(w) for w in ("validation", "test")}
+        features = {w: setup.features(w) for w in sources(evaluation.protocols)}
         return ella.Study(setup.la, setup.features("fit")), features
 
-    add_settings(args, evaluation, ella_settings(ranks, args.smoke), load)
+    settings = ella_settings(ranks, args.smoke)
+    add_settings(args, evaluation, {str(s): s for s in settings}, load)
 
 
 def last_layer_ella(args: Any, evaluation: Evaluation, setup: Cifar) -> None:
-    """ELLA of the last layer: all its directions, and as few as of the network."""
-    head = setup.model.linear
-    rank, full = last_layer_ella_ranks(args)
-    settings = [Setting(rank, "both"), Setting(full, "both")]
-    if not args.smoke:
-        settings += [Setting(rank, "both", "prior"), Setting(full, "evidence")]
+    """ELLA of the last layer: of as few directions as of the network, and of all.
+
+    With all of them, and nothing outside, it is the layer's full posterior.
+    """
+    few = Setting(args.ranks[0], "both")
+    full = Setting(min(HEAD_WEIGHTS, args.subsample_size), "calibrated")
+    names = {f"last-layer {few}": few, CALIBRATED_LAST_LAYER: full}
 
     def load() -> tuple[ella.Study, dict[str, FeatureCache]]:
-        images = {"validation": setup.validation, "test": setup.test}
         train = setup.train[: args.n_fit] if args.smoke else setup.train
         embedded = {
-            which: Images(setup.embeddings(name, part), part.y)
-            for which, name, part in (
-                ("fit", "train", train),
-                *((w, w, part) for w, part in images.items()),
-            )
+            which: Images(x, evaluation.targets[which])
+            for which, x in embeddings_of(evaluation, setup).items()
         }
-        return ella.last_layer_study(
-            head,
-            embedded,
-            setup.folder,
-            n_eigenvalues=full,
-            subsample_size=args.subsample_size,
-            prior_precision=PAPER_PRIOR,
-        )
+        embedded["fit"] = Images(setup.embeddings("train", train), train.y)
+        return setup.head_study(embedded)
 
-    add_settings(args, evaluation, settings, load, "last-layer ")
-
-
-def last_layer_ella_ranks(args: Any) -> tuple[int, int]:
-    """The first of --ranks, and as many as the last layer has weights."""
-    return args.ranks[0], min(CIFAR_HEAD_WEIGHTS, args.subsample_size)
+    add_settings(args, evaluation, names, load)
 
 
 def add_settings(
     args: Any,
     evaluation: Evaluation,
-    settings: list[Setting],
+    settings: dict[str, Setting],
     load: Callable[[], tuple[ella.Study, dict[str, FeatureCache]]],
-    prefix: str = "",
 ) -> None:
-    """Rows of ELLA's settings, with the study and features that `load` gives."""
-    names = {f"{prefix}{setting}": setting for setting in settings}
-    keys = expected_rows(args, list(names))
+    """Rows of ELLA's settings by name, of the study and the features of `load`."""
+    keys = expected_rows(args, evaluation, list(settings))
     if all(key in evaluation.results.rows for key in keys):
         return
     study, features = load()
     evaluation.results.expect(keys)
-    for name, setting in names.items():
-        for link in args.links:
+    for name, setting in settings.items():
+        for link in links_of(args, name):
             evaluation.add(
                 name,
                 link,
                 lambda fold, s=setting, li=link: ella.on_fold(
                     study, s, li, fold, features, PAPER_PRIOR, CIFAR_TRAIN_SIZE
                 ),
+                protocols_of(evaluation, name),
             )
 
 
@@ -250,14 +260,16 @@ def best_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
 # --- seeds ----------------------------------------------------------------------------
 
 
-def make_evaluation(args: Any, setup: Cifar, name: str) -> Evaluation:
+def make_evaluation(
+    args: Any, setup: Cifar, name: str, protocols: list[str]
+) -> Evaluation:
     sizes = ("rank", "n_fit", "n_validation", "n_test", "subsample_size", "seed")
     settings = {k: getattr(setup, k) for k in ("network", *sizes)}
     settings["strength"] = setup.strength
     results = runs.Results(args.out / f"{name}.json", settings)
     word = f"predictions_{setup.n_fit}_{setup.n_validation}_{setup.n_test}"
-    targets = {"validation": setup.validation.y, "test": setup.test.y}
-    return Evaluation(results, setup.folder / word, targets, args.protocols)
+    targets = {which: setup.images(which).y for which in sources(protocols)}
+    return Evaluation(results, setup.folder / word, targets, protocols)
 
 
 def first_setup(args: Any) -> Cifar:
@@ -301,10 +313,11 @@ def seed_rows(
     else:
         setup = seed_setup(args, seed)
         name = f"{args.network}_seed{seed}"
-        evaluation = make_evaluation(args, setup, name)
+        protocols = without_augmented(args.protocols)
+        evaluation = make_evaluation(args, setup, name, protocols)
         ella_methods(args, evaluation, setup, args.seed_ranks)
     settings = {str(s) for s in ella_settings(args.seed_ranks, args.smoke)}
-    among = {(s, link) for s in settings for link in args.links}
+    among = {(s, link) for s in settings for link in links_of(args, s)}
     rows = [
         r
         for r in evaluation.results.rows.values()
@@ -347,14 +360,15 @@ def subset_table(
     results = runs.Results(args.out / f"{args.network}_subset.json", settings)
     targets = {"validation": validation.y, "test": test.y}
     folder = slow.folder / f"predictions_{len(test)}"
-    evaluation = Evaluation(results, folder, targets, args.protocols)
+    protocols = without_augmented(args.protocols)
+    evaluation = Evaluation(results, folder, targets, protocols)
     names = {
         ("diag", "fixed"): "all layers, diag, prior by evidence",
         ("diag", "tuned"): "all layers, diag, tempered, prior chosen",
         ("ella", "fixed"): "laplace-torch's ELLA, all data",
         ("ella", "tuned"): "laplace-torch's ELLA, tempered, prior chosen",
     }
-    keys = expected_rows(args, list(names.values()))
+    keys = expected_rows(args, evaluation, list(names.values()))
     if not all(key in results.rows for key in keys):
         data = {
             "validation": slow.covariances("validation", validation),
@@ -372,7 +386,9 @@ def subset_table(
                     return slow.tuned(name, link, fold, data, targets)
 
                 evaluation.add(label, link, run)
-    return reference_rows(main_evaluation, test.y) + list(results.rows.values())
+    references = reference_rows(main_evaluation, test.y)
+    rows = [r for r in references if r["protocol"] in protocols]
+    return rows + list(results.rows.values())
 
 
 def subset_sizes(args: Any) -> Sizes:
@@ -398,13 +414,6 @@ def reference_rows(
     return rows
 
 
-def is_main(method: str) -> bool:
-    """Whether a method of the whole table is shown beside the slow ones."""
-    if method.startswith("last layer"):
-        return method.startswith(("last layer, full", "last layer, diag"))
-    return "early stopping" in method or "tempered, prior chosen" in method
-
-
 def subset_note(n_validation: int, n_test: int, sizes: Sizes) -> str:
     return (
         f"The first {n_test:,} test images. laplace-torch's posteriors over all layers "
@@ -420,24 +429,30 @@ def subset_note(n_validation: int, n_test: int, sizes: Sizes) -> str:
 
 
 def paired(
-    evaluation: Evaluation, protocol: str, rank: int, link: str
+    evaluation: Evaluation, protocol: str, ranks: list[int], link: str
 ) -> list[dict[str, Any]]:
     """Differences between the main methods on the same images."""
+    references = "temperature scaling", "best last layer on validation"
     names = [
-        (f"best {EITHER} on validation", "chosen"),
-        ("best ELLA on validation", "chosen"),
-        (str(Setting(rank, "stop")), link),
-        ("best last layer on validation", "chosen"),
-        ("temperature scaling", NO_LINK),
         ("MAP", NO_LINK),
+        (references[0], NO_LINK),
+        (references[1], "chosen"),
+        (CALIBRATED_LAST_LAYER, "probit"),
+        (str(Setting(ranks[0], "stop")), link),
+        (str(Setting(ranks[0], "calibrated")), link),
+        (str(Setting(ranks[-1], "both", "prior")), link),
+        (str(Setting(ranks[-1], "calibrated")), link),
+        (str(Setting(ranks[-1], "calibrated", "prior")), link),
+        ("best ELLA on validation", "chosen"),
+        (f"best {EITHER} on validation", "chosen"),
     ]
     probs = {}
     for method, its_link in names:
         stored = evaluation.probs(method, its_link, protocol)
         if stored is not None:
-            label = method if its_link in (NO_LINK, "chosen") else f"{method}, {link}"
-            probs[label] = stored
-    return facts.paired_differences(probs, evaluation.targets["test"])
+            plain = its_link in (NO_LINK, "chosen")
+            probs[method if plain else f"{method}, {its_link}"] = stored
+    return facts.paired_differences(probs, evaluation.targets["test"], references)
 
 
 def write_facts(path: Path, args: Any, evaluation: Evaluation, setup: Cifar) -> None:
@@ -447,10 +462,9 @@ def write_facts(path: Path, args: Any, evaluation: Evaluation, setup: Cifar) -> 
     text = "**What the network makes of the images**\n\n"
     text += runs.markdown(images["rows"], facts.IMAGE_COLUMNS, {"T": ".3f"})
     for protocol in args.protocols:
-        rows = paired(evaluation, protocol, args.ranks[0], args.links[0])
-        digits = {"ratio": "+.1f", "relative": "+.1f", "difference": "+.4f"}
+        rows = paired(evaluation, protocol, args.ranks, args.links[0])
         text += f"\n**Paired differences: {TITLES[protocol].lower()}**\n\n"
-        text += runs.markdown(rows, facts.PAIR_COLUMNS, digits)
+        text += runs.markdown(rows, facts.PAIR_COLUMNS, facts.PAIR_DIGITS)
     path.write_text(text)
 
 
@@ -515,7 +529,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         write_methods(args, rows)
         return rows
     setup = first_setup(args)
-    evaluation = make_evaluation(args, setup, name)
+    evaluation = make_evaluation(args, setup, name, args.protocols)
     simple_methods(evaluation, setup)
     last_layer_methods(args, evaluation, setup)
     last_layer_ella(args, evaluation, setup)
@@ -575,22 +589,23 @@ def write_methods(args: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def summary(rows: list[dict[str, Any]], args: Any) -> list[dict[str, Any]]:
-    """The main methods with the link that suits them, both protocols in one row."""
+    """The main methods with the link that suits them, all protocols in one row."""
     first, last = args.ranks[0], args.ranks[-1]
-    head = last_layer_ella_ranks(args)[-1]
     wanted = [
         ("MAP", NO_LINK),
         ("temperature scaling", NO_LINK),
         ("MFVI-BF", "mc"),
         (last_layer_name("full", "evidence"), "probit"),
         (last_layer_name("full", "both"), "probit"),
-        (f"last-layer {Setting(head, 'both')}", "probit"),
+        (CALIBRATED_LAST_LAYER, "probit"),
         (str(Setting(first, "none")), "mc"),
         (str(Setting(first, "stop")), "mc"),
-        (str(Setting(first, "temperature")), "mc"),
         (str(Setting(last, "prior")), "mc"),
-        (str(Setting(first, "both", "prior")), "mc"),
         (str(Setting(last, "both", "prior")), "mc"),
+        (str(Setting(first, "calibrated")), "mc"),
+        (str(Setting(last, "calibrated")), "mc"),
+        (str(Setting(last, "calibrated", "prior")), "mc"),
+        (str(Setting(last, "calibrated", "prior")), CALIBRATED_LINK),
         ("best last layer on validation", "chosen"),
         ("best ELLA on validation", "chosen"),
         (f"best {EITHER} on validation", "chosen"),
@@ -610,8 +625,8 @@ def summary(rows: list[dict[str, Any]], args: Any) -> list[dict[str, Any]]:
 
 def write_summary(path: Path, rows: list[dict[str, Any]], args: Any) -> None:
     columns = {"method": "method", "link": "link"}
-    for protocol in args.protocols:
-        for key, title in SCORES.items():
+    for key, title in SCORES.items():
+        for protocol in args.protocols:
             columns[f"{key} {protocol}"] = f"{title}, {protocol}"
     path.write_text(runs.markdown(summary(rows, args), columns, {}))
 
@@ -655,11 +670,12 @@ def plot_reliability(path: Path, evaluation: Evaluation, args: Any) -> None:
         (last_layer_name("full", "evidence"), "probit"),
         ("best last layer on validation", "chosen"),
         (str(Setting(args.ranks[0], "stop")), "mc"),
-        ("best ELLA on validation", "chosen"),
+        (str(Setting(args.ranks[-1], "calibrated", "prior")), "mc"),
     ]
     titles = {
-        "train": "settings chosen on training images",
+        "train": "settings chosen on moved training images",
         "halves": "settings chosen on new images",
+        "augmented": "settings chosen on augmented training images",
     }
     protocols = evaluation.protocols
     figure, axes = plt.subplots(

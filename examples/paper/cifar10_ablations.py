@@ -185,7 +185,7 @@ def halves_row(
     """Scores of a setting chosen on one half of the images for the other (MC)."""
     probs = torch.empty_like(test.f_mu)
     chosen = []
-    for fold in folds("halves", 0, len(test)):
+    for fold in folds("halves", {"test": len(test)}):
         outcome = ella.on_fold(
             study,
             setting,

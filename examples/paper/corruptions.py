@@ -1,37 +1,51 @@
 """CIFAR-10 corruptions: 19 types × 5 severities (Fig. 3 of the paper).
 
     python examples/paper/cifar10.py    # whose basis and features are read
-    python examples/paper/corruptions.py --n-images 200
+    python examples/paper/corruptions.py --n-images 300
 
 The corruptions of Hendrycks and Dietterich (2019), see `common.corruptions`, are
 applied to the first test images. Settings are chosen on clean images and are not
-touched: on moved training images ('train'), or on test images that are not among the
-corrupted ones ('halves': as `cifar10.py`, from its cached features).
+touched: on training images, moved ('train') or changed by `augmented_validation`
+('augmented'), or on test images that are not among the corrupted ones ('halves': as
+`cifar10.py`, from its cached features).
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import ella, figures, models, runs
+from common import ella, facts, figures, models, runs
 from common.cifar import PAPER_PRIOR, Cifar
 from common.corruptions import CORRUPTIONS, corrupt
 from common.data import Images, cifar10_pixels, normalize_cifar
 from common.ella import Setting
 from common.last_layer import LastLayer
-from common.protocols import PROTOCOLS
+from common.protocols import CHOSEN_ON, PROTOCOLS, TITLES, sources
 
-from laplace_ella import FeatureCache, metrics
+from laplace_ella import FeatureCache, metrics, temperature_scaling
 
-TITLES = {
-    "train": "Settings chosen on training images made as hard as new ones",
-    "halves": "Settings chosen on other, clean test images",
+#: Search and link of laplace-torch's last-layer posteriors.
+LAST_LAYER = {
+    "last layer, full, prior by evidence, probit": ("evidence", "probit"),
+    "last layer, full, tempered, prior chosen, probit": ("both", "probit"),
 }
+
+SCALING = "temperature scaling"
+
+
+@dataclass(frozen=True)
+class Nystrom:
+    """A posterior of features, of the 'network' or of its 'head', and its link."""
+
+    where: str
+    setting: Setting
+    link: str
 
 
 @dataclass
@@ -40,7 +54,11 @@ class Methods:
 
     Attributes
     ----------
-    setup, study, last : the network, ELLA's posteriors and the last layer's
+    setup, last : the network and laplace-torch's posteriors of its last layer
+    studies : dict
+        posteriors of features, of the 'network' and of its 'head'
+    nystrom : dict
+        those among them that are shown, by name
     scaling : dict
         softmax temperature by protocol
     chosen : dict
@@ -48,90 +66,94 @@ class Methods:
     """
 
     setup: Cifar
-    study: ella.Study
     last: LastLayer
-    settings: dict[str, Setting]
+    studies: dict[str, ella.Study]
+    nystrom: dict[str, Nystrom]
     scaling: dict[str, float]
     chosen: dict[str, dict[str, dict[str, float]]]
 
     def predict(
-        self, protocol: str, test: FeatureCache, embedded: torch.Tensor
+        self, protocol: str, test: dict[str, FeatureCache], embedded: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Class probabilities of every method."""
+        logits = test["network"].f_mu
         probs = {
-            "MAP": test.f_mu.softmax(-1),
-            "temperature scaling": (test.f_mu / self.scaling[protocol]).softmax(-1),
+            "MAP": logits.softmax(-1),
+            SCALING: (logits / self.scaling[protocol]).softmax(-1),
         }
         chosen = self.chosen[protocol]
-        for label, how in LAST_LAYER.items():
-            probs[label] = self.last.predict("full", embedded, how[1], chosen[label])
-        for label, setting in self.settings.items():
-            mine = chosen[label]
-            la = self.study.posterior(
-                setting.rank,
-                mine.get("N"),
-                prior_precision=mine.get("prior", PAPER_PRIOR),
-                complement=setting.complement,
-                n_effective=mine.get("N_eff"),
-            )
-            probs[label] = ella.predict(la, test, "mc")
+        for label, (_, link) in LAST_LAYER.items():
+            probs[label] = self.last.predict("full", embedded, link, chosen[label])
+        for label, how in self.nystrom.items():
+            study = self.studies[how.where]
+            la = study.chosen(how.setting, chosen[label], PAPER_PRIOR)
+            probs[label] = ella.predict(la, test[how.where], how.link)
         return probs
 
 
-#: Search and link of the last-layer posteriors.
-LAST_LAYER = {
-    "last layer, full, prior by evidence, probit": ("evidence", "probit"),
-    "last layer, full, tempered, prior chosen, probit": ("both", "probit"),
-}
+def nystrom_methods(args: Any, head_rank: int) -> dict[str, Nystrom]:
+    """ELLA as in the paper, tempered and calibrated; the last layer calibrated."""
+    few, many = args.ranks[0], args.ranks[-1]
+    settings = (
+        Setting(few, "stop"),
+        Setting(many, "both", "prior"),
+        Setting(few, "calibrated"),
+        Setting(many, "calibrated"),
+        Setting(many, "calibrated", "prior"),
+    )
+    head = Nystrom("head", Setting(head_rank, "calibrated"), "probit")
+    return {
+        "last layer, full, calibrated, probit": head,
+        **{f"{setting}, mc": Nystrom("network", setting, "mc") for setting in settings},
+    }
 
 
 def make_methods(args: Any, setup: Cifar) -> Methods:
     """All settings, chosen on clean images."""
-    caches = {"train": setup.features("validation")}
-    embeddings = {"train": setup.embeddings("validation", setup.validation)}
-    if "halves" in args.protocols:
-        # Features of cifar10.py are those of its first images, in files of SHARD.
-        positions = torch.arange(args.n_test)[-args.n_validation :]
-        if positions[0] < args.n_images:
-            raise SystemExit(
-                f"--n-test {args.n_test} leaves no {args.n_validation} images beside "
-                f"the {args.n_images} corrupted ones; pass a larger --n-test."
-            )
-        caches["halves"] = setup.features("test")[positions]
-        embeddings["halves"] = setup.embeddings("test", setup.test)[positions]
-    caches = {p: cache.truncate(args.rank) for p, cache in caches.items()}
-    fit = setup.features("fit").truncate(args.rank)
-    setup.la.truncate(args.rank)  # features of corrupted images are of this rank too
-    study = ella.Study(setup.la, fit)
-    train = setup.train[: args.n_fit if args.smoke else None]
-    train_embeddings = {"train": setup.embeddings("train", train)}
-    last = LastLayer(
-        setup.model.linear, train_embeddings, {"train": train.y}, args.smoke
-    )
-    settings = {
-        f"{setting}, mc": setting
-        for setting in (
-            Setting(args.rank, "stop"),
-            Setting(args.rank, "both"),
-            Setting(args.rank, "both", "prior"),
+    # Features of cifar10.py are those of its first images, in files of SHARD.
+    others = torch.arange(args.n_test)[-args.n_validation :]
+    if "halves" in args.protocols and others[0] < args.n_images:
+        raise SystemExit(
+            f"--n-test {args.n_test} leaves no {args.n_validation} images beside "
+            f"the {args.n_images} corrupted ones; pass a larger --n-test."
         )
+    names = sources(args.protocols)
+    features = {which: setup.features(which) for which in names}
+    embedded = {
+        which: Images(setup.embeddings(which, images), images.y)
+        for which, images in ((which, setup.images(which)) for which in names)
     }
+    train = setup.train[: args.n_fit if args.smoke else None]
+    seen = setup.embeddings("train", train)
+    head, head_features = setup.head_study({**embedded, "fit": Images(seen, train.y)})
+    clean = {"network": features, "head": head_features}
+    studies = {"network": ella.Study(setup.la, setup.features("fit")), "head": head}
+    last = LastLayer(
+        setup.model.linear, {"train": seen}, {"train": train.y}, args.smoke
+    )
+    nystrom = nystrom_methods(args, head.la.rank)
     scaling, chosen = {}, {}
     for protocol in args.protocols:
         print(f"choosing settings: {protocol}", flush=True)
-        clean = caches[protocol]
-        scaling[protocol] = ella.temperature_scaling(clean.f_mu, clean.targets)
+        which = CHOSEN_ON.get(protocol, "test")
+        rows = others if protocol == "halves" else torch.arange(len(embedded[which]))
+        images = embedded[which][rows]
+        logits = features[which].f_mu[rows]
+        scaling[protocol] = temperature_scaling(logits, images.y)
         chosen[protocol] = {
-            label: last.choose(
-                "full", search, link, embeddings[protocol], clean.targets
-            )
+            label: last.choose("full", search, link, images.x, images.y)
             for label, (search, link) in LAST_LAYER.items()
         }
-        for label, setting in settings.items():
+        for label, how in nystrom.items():
             _, chosen[protocol][label] = ella.choose(
-                study, setting, "mc", clean, PAPER_PRIOR, models.CIFAR_TRAIN_SIZE
+                studies[how.where],
+                how.setting,
+                how.link,
+                clean[how.where][which][rows],
+                PAPER_PRIOR,
+                models.CIFAR_TRAIN_SIZE,
             )
-    return Methods(setup, study, last, settings, scaling, chosen)
+    return Methods(setup, last, studies, nystrom, scaling, chosen)
 
 
 def one(
@@ -142,12 +164,19 @@ def one(
     name: str,
     severity: int,
 ) -> dict[str, Any]:
-    """All methods on one corruption; its features are kept in a file."""
+    """All methods on one corruption; its features and predictions are kept in files."""
     x = normalize_cifar(corrupt(pixels, name, severity))
-    setup, la = methods.setup, methods.study.la
-    folder = setup.folder / f"corruptions_K{la.rank}" / f"{name}_{severity}"
-    test = ella.cached_features(la, Images(x, targets), folder, quiet=True)
+    setup = methods.setup
+    folder = corrupted_folder(setup, name, severity)
     embedded = ella.forward(setup.model.embed, x)
+    la = methods.studies["network"].posterior(setup.rank)  # with all directions
+    head = methods.studies["head"].la
+    test = {
+        "network": ella.cached_features(la, Images(x, targets), folder, quiet=True),
+        "head": FeatureCache.from_loader(head, Images(embedded, targets).loader(100)),
+    }
+    probs = {p: methods.predict(p, test, embedded) for p in protocols}
+    torch.save(probs, folder / "probs.pt")
     return {
         "rows": [
             {
@@ -157,10 +186,78 @@ def one(
                 "method": method,
                 **metrics.classification_metrics(p, targets),
             }
-            for protocol in protocols
-            for method, p in methods.predict(protocol, test, embedded).items()
+            for protocol, mine in probs.items()
+            for method, p in mine.items()
         ]
     }
+
+
+def corrupted_folder(setup: Cifar, name: str, severity: int) -> Path:
+    return setup.folder / f"corruptions_K{setup.rank}" / f"{name}_{severity}"
+
+
+# --- differences ----------------------------------------------------------------------
+
+
+def brier_by_image(probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Σ_c (p_c − y_c)² of every image, `(N,)` in double precision."""
+    hit = torch.nn.functional.one_hot(targets, probs.shape[1])
+    return (probs.double() - hit).square().sum(1)
+
+
+def differences(
+    setup: Cifar, targets: torch.Tensor, names: Sequence[str], severity: int
+) -> list[dict[str, Any]]:
+    """Differences of NLL and Brier score to temperature scaling, for one severity.
+
+    Every image is shown in all types of corruption: its differences are averaged over
+    types first, and the standard error is that of the mean over images.
+    """
+    stored = [
+        torch.load(
+            corrupted_folder(setup, name, severity) / "probs.pt", weights_only=True
+        )
+        for name in names
+    ]
+    scores = {"nll": facts.nll_by_image, "brier": brier_by_image}
+    rows = []
+    for protocol in stored[0]:
+        for method in stored[0][protocol]:
+            if method == SCALING:
+                continue
+            row = {"protocol": protocol, "severity": severity, "method": method}
+            for key, score in scores.items():
+                by_type = [
+                    score(probs[protocol][method], targets)
+                    - score(probs[protocol][SCALING], targets)
+                    for probs in stored
+                ]
+                mean, error = facts.mean_and_error(torch.stack(by_type).mean(0))
+                row[key], row[f"{key}_error"] = mean, error
+            rows.append(row)
+    return rows
+
+
+def differences_table(rows: list[dict[str, Any]]) -> str:
+    """One table per protocol: methods by severities, mean ± standard error."""
+    text = ""
+    titles = {"nll": "NLL", "brier": "Brier"}
+    for protocol in dict.fromkeys(r["protocol"] for r in rows):
+        mine = [r for r in rows if r["protocol"] == protocol]
+        severities = sorted({r["severity"] for r in mine})
+        columns = {"method": "method less temperature scaling"}
+        table: dict[str, dict[str, Any]] = {}
+        for key, title in titles.items():
+            for severity in severities:
+                columns[f"{key} {severity}"] = f"{title}, severity {severity}"
+        for r in mine:
+            row = table.setdefault(r["method"], {"method": r["method"]})
+            for key in titles:
+                words = f"{r[key]:+.4f} ± {r[f'{key}_error']:.4f}"
+                row[f"{key} {r['severity']}"] = words
+        text += f"**{title_of(protocol)}**\n\n"
+        text += runs.markdown(list(table.values()), columns, {}) + "\n"
+    return text
 
 
 # --- tables and figures ---------------------------------------------------------------
@@ -197,8 +294,13 @@ def summary(rows: list[dict[str, Any]]) -> str:
                 groups.items(), key=lambda item: item[0][0]
             )
         ]
-        text += f"**{TITLES[protocol]}**\n\n{runs.markdown(table, COLUMNS, {})}\n"
+        text += f"**{title_of(protocol)}**\n\n{runs.markdown(table, COLUMNS, {})}\n"
     return text
+
+
+def title_of(protocol: str) -> str:
+    halves = "Settings chosen on other, clean test images"
+    return halves if protocol == "halves" else TITLES[protocol]
 
 
 def plot(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -208,7 +310,7 @@ def plot(path: Path, rows: list[dict[str, Any]]) -> None:
     severities = sorted({r["severity"] for r in rows})
     width = 0.8 / len(methods)
     figure, axes = plt.subplots(1, 2, figsize=(12, 5))
-    colors = plt.get_cmap("tab10").colors
+    colors = plt.get_cmap("tab20").colors
     for axis, metric in zip(axes, ("nll", "ece"), strict=True):
         for i, method in enumerate(methods):
             values = [
@@ -239,15 +341,17 @@ def parse(argv: list[str] | None) -> Any:
     parser = runs.arguments("corruptions", __doc__)
     parser.add_argument("--network", default="resnet20", choices=models.CIFAR_RESNETS)
     parser.add_argument("--weights", help="path or URL, default in --data-root")
-    parser.add_argument("--rank", type=int, default=20)
     parser.add_argument(
-        "--cached-rank", type=int, default=512, help="of cifar10.py's features"
+        "--rank", type=int, default=512, help="of cifar10.py's features"
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[20, 512], help="few and many"
     )
     parser.add_argument("--subsample-size", type=int, default=2000, help="the same")
     parser.add_argument("--n-fit", type=int, default=3000)
     parser.add_argument("--n-validation", type=int, default=2000)
     parser.add_argument("--n-test", type=int, default=10_000, help="of cifar10.py")
-    parser.add_argument("--n-images", type=int, default=200, help="to corrupt")
+    parser.add_argument("--n-images", type=int, default=300, help="to corrupt")
     parser.add_argument("--severities", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument(
         "--protocols", nargs="+", default=list(PROTOCOLS), choices=PROTOCOLS
@@ -255,7 +359,7 @@ def parse(argv: list[str] | None) -> Any:
     args = runs.start(parser, argv)
     args.names = list(CORRUPTIONS)
     if args.smoke:
-        args.rank, args.cached_rank, args.subsample_size = 4, 6, 16
+        args.rank, args.ranks, args.subsample_size = 6, [4, 6], 16
         args.n_fit, args.n_validation, args.n_test, args.n_images = 34, 10, 20, 2
         args.names, args.severities = args.names[:2], [3]
     return args
@@ -266,7 +370,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     setup = Cifar(
         args,
         args.network,
-        args.cached_rank,
+        args.rank,
         args.n_fit,
         args.n_validation,
         args.n_test,
@@ -275,7 +379,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     pixels, classes = cifar10_pixels(args.data_root, "test")
     pixels = pixels[: args.n_images]
     targets = torch.tensor(classes[: args.n_images]).long()
-    keep = ("network", "rank", "n_fit", "n_validation", "n_test", "n_images")
+    keep = ("network", "ranks", "n_fit", "n_validation", "n_test", "n_images")
     settings = {k: getattr(args, k) for k in (*keep, "protocols")}
     results = runs.Results(args.out / f"{args.network}.json", settings)
     points = {f"{s} {n}": (n, s) for s in args.severities for n in args.names}
@@ -289,15 +393,25 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
                     methods, args.protocols, pixels, targets, *point
                 ),
             )
-    rows = [r for row in results.rows.values() for r in row["rows"]]
+    paired = [
+        row
+        for severity in args.severities
+        for row in results.compute(
+            f"differences {severity}",
+            lambda s=severity: {"rows": differences(setup, targets, args.names, s)},
+        )["rows"]
+    ]
+    rows = [r for key in points for r in results.rows[key]["rows"]]
     runs.write_csv(args.out / f"{args.network}.csv", rows)
     table = summary(rows)
     (args.out / f"{args.network}.md").write_text(table)
+    words = differences_table(paired)
+    (args.out / f"{args.network}_differences.md").write_text(words)
     for protocol in args.protocols:
         mine = [r for r in rows if r["protocol"] == protocol]
         plot(args.out / f"{args.network}_{protocol}.png", mine)
     runs.write_environment(args.out / "environment.json", args)
-    print(table)
+    print(words)
     return rows
 
 

@@ -28,7 +28,7 @@ from common.cifar import PAPER_PRIOR, Cifar
 from common.evaluation import Evaluation
 from common.mean_field import FineTuning, fine_tune, predict
 from common.models import CIFAR_RESNETS, CIFAR_TRAIN_SIZE
-from common.protocols import PROTOCOLS, Fold, Outcome
+from common.protocols import Fold, Outcome
 
 from laplace_ella import metrics
 
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         },
     )
     folder = setup.folder.parent / "mfvi" / "predictions"
-    evaluation = Evaluation(results, folder, targets, list(PROTOCOLS))
+    evaluation = Evaluation(results, folder, targets, ["train", "halves"])
     evaluation.add(METHOD, LINK, lambda fold: choose(found, targets, fold))
     write_candidates(args.out / f"{args.network}_mfvi.md", found, targets)
     path = args.out / f"{args.network}_mfvi_environment.json"

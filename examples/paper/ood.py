@@ -11,6 +11,7 @@ resized to 32×32. Predictions on the second set all count as wrong.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,12 @@ from common.data import Images, as_cifar, mnist, moved, svhn
 from common.ella import Setting
 from common.last_layer import LastLayer
 
-from laplace_ella import FeatureCache, metrics, prior_precision_from_weight_decay
+from laplace_ella import (
+    FeatureCache,
+    metrics,
+    prior_precision_from_weight_decay,
+    temperature_scaling,
+)
 
 #: The training of the MNIST network is not documented; the usual weight decay.
 MNIST_WEIGHT_DECAY = 1e-4
@@ -42,7 +48,10 @@ COLUMNS = {
 
 @dataclass
 class Pair:
-    """Two data sets and one network, with what the methods need of them."""
+    """Two data sets and one network, with what the methods need of them.
+
+    `head_study` makes the last layer's full posterior, where that is small enough.
+    """
 
     title: str
     ood_title: str
@@ -50,8 +59,10 @@ class Pair:
     model: torch.nn.Module
     features: dict[str, FeatureCache]
     la: Any
+    ranks: list[int]
     prior: float
     n_train: int
+    head_study: Callable[..., tuple[ella.Study, dict[str, FeatureCache]]] | None = None
 
 
 def mnist_pair(args: Any) -> Pair:
@@ -89,6 +100,7 @@ def mnist_pair(args: Any) -> Pair:
         model,
         features,
         la,
+        [args.rank],
         prior,
         MNIST_TRAIN_SIZE,
     )
@@ -101,7 +113,7 @@ def cifar_pair(args: Any) -> Pair:
     setup = Cifar(
         args,
         args.network,
-        args.cached_rank,
+        max(args.ranks),
         n_fit,
         n_validation,
         n_test,
@@ -113,8 +125,7 @@ def cifar_pair(args: Any) -> Pair:
         other = as_cifar(mnist(args.data_root, "test", fashion=True))
     other = other[: args.n_ood if not args.smoke else 20]
     features = {w: setup.features(w) for w in ("fit", "validation", "test")}
-    setup.la.truncate(args.rank)
-    name = title.split()[0].lower() + f"_K{args.rank}"
+    name = title.split()[0].lower() + f"_K{setup.rank}"
     features["ood"] = ella.cached_features(setup.la, other, setup.folder / name)
     images = {
         "train": setup.train[: n_fit if args.smoke else None],
@@ -127,10 +138,12 @@ def cifar_pair(args: Any) -> Pair:
         title,
         images,
         setup.model,
-        {w: c.truncate(args.rank) for w, c in features.items()},
+        features,
         setup.la,
+        args.ranks,
         PAPER_PRIOR,
         models.CIFAR_TRAIN_SIZE,
+        setup.head_study,
     )
 
 
@@ -139,10 +152,10 @@ def predictions(args: Any, pair: Pair) -> dict[str, tuple[dict[str, Any], str]]:
     f = {which: cache.f_mu for which, cache in pair.features.items()}
     y = pair.features["validation"].targets
     out = {"MAP": ({w: f[w].softmax(-1) for w in ("test", "ood")}, "")}
-    t = ella.temperature_scaling(f["validation"], y)
+    t = temperature_scaling(f["validation"], y)
     out["temperature scaling"] = (
         {w: (f[w] / t).softmax(-1) for w in ("test", "ood")},
-        f"T={t:.3g}",
+        ella.describe({"τ": t}),
     )
     embeddings = {
         which: ella.forward(pair.model.embed, images.x)
@@ -166,21 +179,43 @@ def predictions(args: Any, pair: Pair) -> dict[str, tuple[dict[str, Any], str]]:
             },
             ella.describe(chosen),
         )
+    if pair.head_study is not None:
+        embedded = {w: Images(x, pair.images[w].y) for w, x in embeddings.items()}
+        embedded["fit"] = embedded.pop("train")
+        head, features = pair.head_study(embedded)
+        setting, link = Setting(head.la.rank, "calibrated"), "probit"
+        out[f"last layer, full, calibrated, {link}"] = predict(
+            head, setting, link, features, pair
+        )
     study = ella.Study(pair.la, pair.features["fit"])
-    for setting in (
-        Setting(args.rank, "none"),
-        Setting(args.rank, "stop"),
-        Setting(args.rank, "both"),
-        Setting(args.rank, "both", "prior"),
-    ):
-        la, chosen = ella.choose(
-            study, setting, "mc", pair.features["validation"], pair.prior, pair.n_train
-        )
-        out[f"{setting}, mc"] = (
-            {w: ella.predict(la, pair.features[w], "mc") for w in ("test", "ood")},
-            ella.describe(chosen),
-        )
+    few, many = pair.ranks[0], pair.ranks[-1]
+    settings = [
+        Setting(few, "none"),
+        Setting(few, "stop"),
+        Setting(few, "both"),
+        Setting(few, "both", "prior"),
+        Setting(few, "calibrated"),
+        Setting(few, "calibrated", "prior"),
+        Setting(many, "calibrated", "prior"),
+    ]
+    for setting in dict.fromkeys(settings):
+        out[f"{setting}, mc"] = predict(study, setting, "mc", pair.features, pair)
     return out
+
+
+def predict(
+    study: ella.Study,
+    setting: Setting,
+    link: str,
+    features: dict[str, FeatureCache],
+    pair: Pair,
+) -> tuple[dict[str, Any], str]:
+    """Probabilities by a setting of ELLA, and what was chosen."""
+    la, chosen = ella.choose(
+        study, setting, link, features["validation"], pair.prior, pair.n_train
+    )
+    probs = {w: ella.predict(la, features[w], link) for w in ("test", "ood")}
+    return probs, ella.describe(chosen)
 
 
 def plot(path: Path, pair: Pair, curves: dict[str, metrics.ConfidenceCurve]) -> None:
@@ -200,9 +235,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--pair", default="mnist", choices=("mnist", "cifar10"))
     parser.add_argument("--network", default="resnet20", choices=models.CIFAR_RESNETS)
     parser.add_argument("--weights", help="path or URL, default in --data-root")
-    parser.add_argument("--rank", type=int, default=20)
+    parser.add_argument("--rank", type=int, default=20, help="of the pair mnist")
     parser.add_argument(
-        "--cached-rank", type=int, default=512, help="of cifar10.py's features"
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[20, 512],
+        help="of the pair cifar10; the largest is that of cifar10.py's features",
     )
     parser.add_argument("--n-fit", type=int, default=3000)
     parser.add_argument("--n-validation", type=int, default=2000)
@@ -210,7 +249,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--n-ood", type=int, default=2000)
     args = runs.start(parser, argv)
     if args.smoke:
-        args.rank, args.cached_rank = 4, 6
+        args.rank, args.ranks = 4, [4, 6]
     pair = {"mnist": mnist_pair, "cifar10": cifar_pair}[args.pair](args)
     targets = pair.features["test"].targets
     rows, curves = [], {}

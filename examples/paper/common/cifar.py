@@ -12,7 +12,12 @@ from tqdm.auto import tqdm
 
 from common import ella, models
 from common.data import Images, cifar10, moved
-from laplace_ella import ELLALaplace, FeatureCache, prior_precision_from_weight_decay
+from laplace_ella import (
+    ELLALaplace,
+    FeatureCache,
+    augmented_validation,
+    prior_precision_from_weight_decay,
+)
 
 #: Images of the training file that are kept from fitting, for validation.
 N_VALIDATION = 2000
@@ -21,6 +26,9 @@ N_VALIDATION = 2000
 PAPER_PRIOR = prior_precision_from_weight_decay(
     models.CIFAR_WEIGHT_DECAY, models.CIFAR_TRAIN_SIZE
 )
+
+#: Weights of the last layer: 64 embeddings and a bias for each of 10 classes.
+HEAD_WEIGHTS = 650
 
 #: Strengths that `Cifar.strength` chooses from.
 STRENGTHS = tuple(i / 8 for i in range(17))
@@ -106,6 +114,16 @@ class Cifar:
         """Images kept from fitting, made as hard as new ones."""
         return moved(self.kept, self.strength)
 
+    @cached_property
+    def augmented(self) -> Images:
+        """Images kept from fitting as `augmented_validation` changes them."""
+        return Images(*augmented_validation(self.kept.loader()).dataset.tensors)
+
+    def images(self, which: str) -> Images:
+        """Images by name: those to 'fit', to choose settings on, or to 'test'."""
+        names = {"fit": "fit_images"}
+        return getattr(self, names.get(which, which))
+
     # ELLA
 
     @property
@@ -126,14 +144,22 @@ class Cifar:
         )
 
     def features(self, which: str) -> FeatureCache:
-        """Features of 'fit', 'validation', 'kept' or 'test'."""
-        images = {
-            "fit": lambda: self.fit_images,
-            "validation": lambda: self.validation,
-            "kept": lambda: self.kept,
-            "test": lambda: self.test,
-        }[which]()
-        return ella.cached_features(self.la, images, self.folder / which)
+        """Features of 'fit', 'validation', 'augmented' or 'test'."""
+        return ella.cached_features(self.la, self.images(which), self.folder / which)
+
+    def head_study(
+        self, embedded: dict[str, Images]
+    ) -> tuple[ella.Study, dict[str, FeatureCache]]:
+        """ELLA of the last layer and features of what it sees of the images to 'fit',
+        and of others. With all directions it is the layer's full posterior."""
+        return ella.last_layer_study(
+            self.model.linear,
+            embedded,
+            self.folder,
+            n_eigenvalues=min(HEAD_WEIGHTS, self.subsample_size),
+            subsample_size=self.subsample_size,
+            prior_precision=PAPER_PRIOR,
+        )
 
     def embeddings(self, which: str, images: Images) -> torch.Tensor:
         """What the last layer sees of images, `(N, 64)`, kept in a file."""

@@ -13,8 +13,13 @@ from tqdm.auto import tqdm
 
 from common.data import Images
 from common.protocols import Fold, Outcome
-from laplace_ella import EarlyStopping, ELLALaplace, FeatureCache, metrics
-from laplace_ella.tuning.calibration import temperature_scaling
+from laplace_ella import (
+    EarlyStopping,
+    ELLALaplace,
+    FeatureCache,
+    metrics,
+    temperature_scaling,
+)
 
 #: Images in one file of features: what an interruption can lose.
 SHARD = 500
@@ -119,6 +124,7 @@ class Study:
         prior_precision: float = 1.0,
         complement: str = "drop",
         n_effective: float | None = None,
+        softmax_temperature: float = 1.0,
     ) -> ELLALaplace:
         """The posterior of the first images, as `fit` on them would give it.
 
@@ -131,7 +137,21 @@ class Study:
         la.prior_precision = prior_precision
         la.complement = complement
         la.temperature = 1.0 if n_effective is None else n_data / n_effective
+        la.softmax_temperature = softmax_temperature
         return la
+
+    def chosen(
+        self, setting: Setting, chosen: dict[str, float], prior_precision: float
+    ) -> ELLALaplace:
+        """The posterior of a setting, with what `choose` chose for it."""
+        return self.posterior(
+            setting.rank,
+            None if "N" not in chosen else int(chosen["N"]),
+            prior_precision=chosen.get("prior", prior_precision),
+            complement=setting.complement,
+            n_effective=chosen.get("N_eff"),
+            softmax_temperature=chosen.get("τ", 1.0),
+        )
 
     def _fit(self, n_data: int) -> dict[str, Any]:
         """The state of the fit of the first images."""
@@ -194,7 +214,8 @@ class Setting:
     """One way to use ELLA.
 
     `search` is 'stop' (as the paper: the number of data), 'none' (all training data),
-    'temperature', 'prior' (all training data), 'both' or 'evidence'.
+    'temperature', 'prior' (all training data), 'both', 'evidence' or 'calibrated'
+    (prior, temperature and softmax temperature).
     """
 
     rank: int
@@ -209,6 +230,7 @@ class Setting:
             "prior": "all data, prior chosen",
             "both": "tempered, prior chosen",
             "evidence": "all data, prior by evidence",
+            "calibrated": "calibrated",
         }[self.search]
         extra = ", complement" if self.complement == "prior" else ""
         return f"ELLA K={self.rank}, {how}{extra}"
@@ -251,7 +273,12 @@ def choose(
         la.optimize_temperature(
             validation, tune_prior=setting.search == "both", **search
         )
-    return la, {"prior": float(la.prior_precision), "N_eff": la.effective_n_data}
+    chosen = {}
+    if setting.search == "calibrated":
+        found = la.optimize_calibration(validation, **search)
+        chosen = {"τ": found.softmax_temperature, "share": found.share}
+    prior = {"prior": float(la.prior_precision), "N_eff": la.effective_n_data}
+    return la, {**prior, **chosen}
 
 
 def on_fold(
@@ -291,7 +318,7 @@ def scale_on_fold(
     t = temperature_scaling(f, y)
     val_nll = metrics.nll((f / t).softmax(-1), y)
     probs = (logits["test"][fold.predict] / t).softmax(-1)
-    return Outcome(probs, val_nll, {"T": t})
+    return Outcome(probs, val_nll, {"τ": t})
 
 
 @torch.no_grad()

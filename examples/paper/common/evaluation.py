@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,9 @@ class Evaluation:
     folder : Path
         of the predictions
     targets : dict
-        classes of 'validation' and 'test' images
+        classes of 'test' images and of those that settings are chosen on
     protocols : list of str
-        what `add` and `best` run through
+        what `add` runs through unless told, and `best`
     """
 
     results: runs.Results
@@ -52,12 +52,17 @@ class Evaluation:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def folds(self, protocol: str) -> list[Fold]:
-        sizes = (len(self.targets[w]) for w in ("validation", "test"))
-        return folds(protocol, *sizes)
+        return folds(protocol, {name: len(y) for name, y in self.targets.items()})
 
-    def add(self, method: str, link: str, run: Callable[[Fold], Outcome]) -> None:
+    def add(
+        self,
+        method: str,
+        link: str,
+        run: Callable[[Fold], Outcome],
+        protocols: Iterable[str] | None = None,
+    ) -> None:
         """A row for each protocol, unless it is there already."""
-        for protocol in self.protocols:
+        for protocol in self.protocols if protocols is None else protocols:
             self.results.compute(
                 f"{protocol} | {method} | {link}",
                 lambda p=protocol: self._row(method, link, p, run),
