@@ -3,6 +3,7 @@
 Importing the package registers `hessian_structure="nystrom"` with `laplace.Laplace`.
 """
 
+from laplace_ella import acquisition
 from laplace_ella.comparison.compare import compare
 from laplace_ella.comparison.methods import Method, available_methods, default_methods
 from laplace_ella.comparison.report import Report
@@ -63,11 +64,12 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "Modes",
     "NystromBasis",
     "SubspacePosterior",
-    # Looking at them
+    # Looking at them, deciding by them
     "Diagnostics",
     "Method",
     "Report",
     "Uncertainty",
+    "acquisition",
     "available_methods",
     "compare",
     "decompose",
