@@ -30,6 +30,7 @@ from laplace_ella.last_layer import ELLALLLaplace
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.outside import Complement, EvidenceOf
 from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.structures import register_structure
 from laplace_ella.support.layout import OutputLayout
 from laplace_ella.support.links import Link
 from laplace_ella.support.presets import PAPER
@@ -56,6 +57,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "RowMode",
     "augmented_validation",
     "prior_precision_from_weight_decay",
+    "register_structure",
     "temperature_scaling",
     # Their parts
     "Calibration",

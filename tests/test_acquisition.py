@@ -1,4 +1,4 @@
-"""Scores and batches against brute force: all configurations of labels, dense algebra."""
+"""Scores and batches against brute force: all configurations of labels, dense."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import torch
 from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsEF, CurvlinopsGGN
 from torch.utils.data import DataLoader, TensorDataset
 
+import laplace_ella
 from laplace_ella import ELLALaplace, ELLALLLaplace
 from tests.cases import DictModel, make, mapping_loader, mlp
 from tests.fitting import fit
@@ -156,6 +157,43 @@ def test_marglik_training_with_every_prior(structure):
     sizes = {"scalar": 1, "layerwise": 4, "diag": la.n_params}
     assert la.prior_precision.shape == (sizes[structure],)
     assert torch.isfinite(torch.tensor(margliks)).all()
+
+
+@pytest.mark.parametrize("structure", ["scalar", "layerwise", "diag"])
+@likelihoods
+def test_marglik_training_exact_is_that_of_full(likelihood, structure):
+    """Weights, prior and noise take the way that they take with laplace-torch's own."""
+    x, y = (part.double() for part in data(likelihood))
+    y = y if likelihood == "regression" else y.long()
+    model = mlp(2, 6, 1 if likelihood == "regression" else 2).double()
+
+    def train(hessian_structure):
+        trained = copy.deepcopy(model)
+        la, _, margliks, losses = laplace.marglik_training(
+            trained,
+            DataLoader(TensorDataset(x, y), batch_size=12),
+            likelihood,
+            hessian_structure=hessian_structure,
+            prior_structure=structure,
+            optimizer_kwargs={"lr": 0.02},
+            n_epochs=5,
+            n_hypersteps=3,
+        )
+        return la, torch.tensor(margliks), torch.tensor(losses)
+
+    full, *expected = train("full")
+    names = [laplace_ella.register_structure("exact", n_eigenvalues="exact")]
+    if likelihood == "regression":
+        names.append("nystrom")  # exact by default
+    for name in names:
+        la, *found = train(name)
+        assert type(la) is ELLALaplace
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(la.prior_precision, full.prior_precision)
+        torch.testing.assert_close(la.sigma_noise, full.sigma_noise)
+        torch.testing.assert_close(
+            la._glm_predictive_distribution(x), full._glm_predictive_distribution(x)
+        )
 
 
 def test_marglik_training_on_mapping_batches():

@@ -22,6 +22,9 @@ from laplace_ella.support.preserve import full_precision
 
 __all__ = ["Predictor", "class_dim"]
 
+#: Numbers that the Jacobians of groups of inputs have together.
+JACOBIAN_BUDGET = 2**24
+
 
 def class_dim(layout: OutputLayout) -> int:
     """Dimension of the C classes in samples `(n, B, ...)`."""
@@ -140,18 +143,28 @@ class Predictor:
         self, x: torch.Tensor, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for each of b groups of `size` inputs: `(b, n)` and `(b, n, n)`."""
-        if self.posterior.needs_residual:  # Jacobians of one group at a time
-            parts = [self.joint(group) for group in x.split(size)]
-            means, covariances = zip(*parts, strict=True)
-            return torch.stack(means), torch.stack(covariances)
-        f, phi = self._joint_parts(x)
-        n_groups = len(x) // size
-        with full_precision(self.linearizer.device):
-            covariance = self.posterior.joint_covariance(
-                phi.unflatten(0, (n_groups, -1))
-            )
-        mean = f.reshape(n_groups, -1)
+        if self.posterior.needs_residual:  # Jacobians of some groups at a time
+            n = self.linearizer.n_values(x[:size]) * self.linearizer.n_params
+            at_once = max(1, JACOBIAN_BUDGET // n)
+            parts = [self._jacobian_groups(g, size) for g in x.split(size * at_once)]
+            mean, covariance = (torch.cat(part) for part in zip(*parts, strict=True))
+        else:
+            f, phi = self._joint_parts(x)
+            mean = f.reshape(len(x) // size, -1)
+            with full_precision(self.linearizer.device):
+                grouped = phi.unflatten(0, (len(mean), -1))
+                covariance = self.posterior.joint_covariance(grouped)
         return mean.to(self.dtype), covariance.to(self.dtype)
+
+    def _jacobian_groups(
+        self, x: torch.Tensor, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and covariance of groups whose Jacobians are in memory together."""
+        f, J, _ = self.linearizer.jacobian(x, self.create_graph)
+        mean = f.reshape(len(x) // size, -1)
+        parts = self.products(J.reshape(*mean.shape, -1))
+        with full_precision(self.linearizer.device):
+            return mean, self.posterior.joint_covariance(*parts)
 
     def joint_samples(
         self, x: Any, n_samples: int, generator: torch.Generator | None
