@@ -14,7 +14,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import laplace_ella
 from laplace_ella import acquisition, metrics
 
 PRIOR_PRECISION = 1.0
@@ -40,7 +39,7 @@ def train(x: torch.Tensor, y: torch.Tensor) -> nn.Module:
 
 
 def samples_of(model: nn.Module, labelled: torch.Tensor, pool: torch.Tensor):
-    """Class probabilities (S, B, C): each sample is one function, seen at all inputs."""
+    """Class probabilities (S, B, C): a sample is one function, seen at all inputs."""
     la = Laplace(
         model,
         "classification",
