@@ -128,6 +128,13 @@ def test_gap(capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().out == (tmp_path / "gap.md").read_text()
 
 
+def test_active_learning(capsys):
+    accuracy = run_short("active_learning")["accuracy"]
+    assert all(values[-1] > values[0] for values in accuracy.values())
+    assert accuracy["margin"].mean() > accuracy["random"].mean()
+    assert "joint" in capsys.readouterr().out
+
+
 def test_marglik_training(capsys):
     found = run_short("marglik_training")
     rows = found["rows"]
@@ -370,6 +377,13 @@ def test_gap_splits(paper):
     few = uci.gap_split(table, 1, most=5)
     assert len(few.x) == len(few.y_test) == 5
     assert few.x.mean(0).abs().max() < 1e-6
+
+
+def test_active_learning_study(run, tmp_path):
+    rows = run("active_learning", "--seeds=1")
+    assert {"digits.md", "mnist.md", "curves.png", "results.json"} <= written(tmp_path)
+    assert {row["data"] for row in rows} == {"digits", "MNIST"}
+    assert {"joint", "bald", "random"} <= {row["acquisition"] for row in rows}
 
 
 def test_imagenet(run, tmp_path):
