@@ -3,6 +3,7 @@
 Importing the package registers `hessian_structure="nystrom"` with `laplace.Laplace`.
 """
 
+from laplace_ella import acquisition
 from laplace_ella.comparison.compare import compare
 from laplace_ella.comparison.methods import Method, available_methods, default_methods
 from laplace_ella.comparison.report import Report
@@ -29,6 +30,7 @@ from laplace_ella.last_layer import ELLALLLaplace
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.outside import Complement, EvidenceOf
 from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.structures import register_structure
 from laplace_ella.support.layout import OutputLayout
 from laplace_ella.support.links import Link
 from laplace_ella.support.presets import PAPER
@@ -55,6 +57,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "RowMode",
     "augmented_validation",
     "prior_precision_from_weight_decay",
+    "register_structure",
     "temperature_scaling",
     # Their parts
     "Calibration",
@@ -63,11 +66,12 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "Modes",
     "NystromBasis",
     "SubspacePosterior",
-    # Looking at them
+    # Looking at them, deciding by them
     "Diagnostics",
     "Method",
     "Report",
     "Uncertainty",
+    "acquisition",
     "available_methods",
     "compare",
     "decompose",

@@ -17,6 +17,7 @@ import torch
 from laplace.curvature import AsdlGGN, BackPackGGN, CurvlinopsEF, CurvlinopsGGN
 from torch.utils.data import DataLoader, TensorDataset
 
+import laplace_ella
 from laplace_ella import ELLALaplace, ELLALLLaplace
 from tests.cases import DictModel, make, mapping_loader, mlp
 from tests.fitting import fit
@@ -62,9 +63,10 @@ def imported(module, name, package):
 @needs("botorch")
 def test_bayesopt_example(tmp_path):
     printed, report = run_example("bayesopt.py", tmp_path)
-    for text in (printed, report):
-        assert "| Branin | random search |" in text
-        assert "| Branin | ELLA + BoTorch |" in text
+    for method in ("random", "GP", "exact", "KFAC", "last layer"):
+        assert f"| Branin | {method} |" in printed
+        assert f"| Branin | {method} |" in report
+    assert (tmp_path / "regret.png").stat().st_size > 10_000
 
 
 @needs("transformers", "peft", "vaderSentiment")
@@ -78,16 +80,39 @@ def test_huggingface_lora_example(tmp_path):
 # --- BoTorch -----------------------------------------------------------------------
 
 
-@needs("botorch")
-def test_acquisition_gradients_are_those_of_finite_differences():
-    """Expected improvement of two points, through their joint posterior."""
-    sys.path.insert(0, str(PAPER))
-    try:
-        import bayesopt
-    finally:
-        sys.path.remove(str(PAPER))
+@pytest.fixture
+def bayesopt(paper):
+    return paper("bayesopt")
+
+
+def fit_surrogate(bayesopt, method):
     x = torch.rand(6, 2, dtype=torch.float64)
-    surrogate = bayesopt.fit_surrogate(x, x.sin().sum(-1, keepdim=True), 30)
+    return bayesopt.fit_surrogate(x, x.sin().sum(-1, keepdim=True), 30, method)
+
+
+networks = pytest.mark.parametrize("method", ["exact", "KFAC", "last layer"])
+
+
+@needs("botorch")
+@networks
+def test_posteriors_of_groups_for_botorch(bayesopt, method):
+    """Each group of q points has the joint posterior that it has alone."""
+    surrogate = fit_surrogate(bayesopt, method)
+    points = torch.rand(4, 5, 3, 2, dtype=torch.float64)  # b = (4, 5), q = 3
+    posterior = surrogate.posterior(points)
+    covariance = posterior.distribution.covariance_matrix
+    assert posterior.mean.shape == (4, 5, 3, 1)
+    assert covariance.shape == (4, 5, 3, 3)
+    mean, joint = surrogate.la(points[2, 3], joint=True)
+    torch.testing.assert_close(posterior.mean[2, 3].flatten(), mean.flatten())
+    torch.testing.assert_close(covariance[2, 3], joint, rtol=1e-5, atol=1e-6)
+
+
+@needs("botorch")
+@networks
+def test_acquisition_gradients_are_those_of_finite_differences(bayesopt, method):
+    """Expected improvement of two points, through their joint posterior."""
+    surrogate = fit_surrogate(bayesopt, method)
     acquisition = bayesopt.qLogExpectedImprovement(
         surrogate,
         torch.tensor(1.2, dtype=torch.float64),
@@ -156,6 +181,43 @@ def test_marglik_training_with_every_prior(structure):
     sizes = {"scalar": 1, "layerwise": 4, "diag": la.n_params}
     assert la.prior_precision.shape == (sizes[structure],)
     assert torch.isfinite(torch.tensor(margliks)).all()
+
+
+@pytest.mark.parametrize("structure", ["scalar", "layerwise", "diag"])
+@likelihoods
+def test_marglik_training_exact_is_that_of_full(likelihood, structure):
+    """Weights, prior and noise take the way that they take with laplace-torch's own."""
+    x, y = (part.double() for part in data(likelihood))
+    y = y if likelihood == "regression" else y.long()
+    model = mlp(2, 6, 1 if likelihood == "regression" else 2).double()
+
+    def train(hessian_structure):
+        trained = copy.deepcopy(model)
+        la, _, margliks, losses = laplace.marglik_training(
+            trained,
+            DataLoader(TensorDataset(x, y), batch_size=12),
+            likelihood,
+            hessian_structure=hessian_structure,
+            prior_structure=structure,
+            optimizer_kwargs={"lr": 0.02},
+            n_epochs=5,
+            n_hypersteps=3,
+        )
+        return la, torch.tensor(margliks), torch.tensor(losses)
+
+    full, *expected = train("full")
+    names = [laplace_ella.register_structure("exact", n_eigenvalues="exact")]
+    if likelihood == "regression":
+        names.append("nystrom")  # exact by default
+    for name in names:
+        la, *found = train(name)
+        assert type(la) is ELLALaplace
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(la.prior_precision, full.prior_precision)
+        torch.testing.assert_close(la.sigma_noise, full.sigma_noise)
+        torch.testing.assert_close(
+            la._glm_predictive_distribution(x), full._glm_predictive_distribution(x)
+        )
 
 
 def test_marglik_training_on_mapping_batches():

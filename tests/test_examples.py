@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import runpy
+import sys
 import warnings
 from argparse import Namespace
 from pathlib import Path
@@ -116,6 +117,33 @@ def test_bayesian_optimisation(capsys):
     found = run_short("bayesian_optimisation")
     assert found["values"].min() - found["MINIMUM"] < found["regret"]
     assert "round 6" in capsys.readouterr().out
+
+
+def test_gap(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["gap.py", str(tmp_path)])
+    covered = run_short("gap")["covered"]
+    share = {name: np.mean(values) for name, values in covered.items()}
+    assert share["MAP"] < share["last layer"] < share["KFAC"] <= share["exact"]
+    assert (tmp_path / "gap.png").stat().st_size > 10_000
+    assert capsys.readouterr().out == (tmp_path / "gap.md").read_text()
+
+
+def test_active_learning(capsys):
+    accuracy = run_short("active_learning")["accuracy"]
+    assert all(values[-1] > values[0] for values in accuracy.values())
+    assert accuracy["margin"].mean() > accuracy["random"].mean()
+    assert "joint" in capsys.readouterr().out
+
+
+def test_marglik_training(capsys):
+    found = run_short("marglik_training")
+    rows = found["rows"]
+    assert (
+        rows["exact"]["nll"]
+        < rows["KFAC"]["nll"]
+        < min(row["nll"] for name, row in rows.items() if name.startswith("no prior"))
+    )
+    assert capsys.readouterr().out.count("(true 0.3)") == 2
 
 
 # --- reproductions --------------------------------------------------------------------
@@ -426,6 +454,13 @@ def test_gap_splits(paper):
     few = uci.gap_split(table, 1, most=5)
     assert len(few.x) == len(few.y_test) == 5
     assert few.x.mean(0).abs().max() < 1e-6
+
+
+def test_active_learning_study(run, tmp_path):
+    rows = run("active_learning", "--seeds=1")
+    assert {"digits.md", "mnist.md", "curves.png", "results.json"} <= written(tmp_path)
+    assert {row["data"] for row in rows} == {"digits", "MNIST"}
+    assert {"joint", "bald", "random"} <= {row["acquisition"] for row in rows}
 
 
 def test_imagenet(run, tmp_path):

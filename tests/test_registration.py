@@ -16,7 +16,7 @@ from laplace import (
 )
 from laplace.utils.enums import HessianStructure, Likelihood, SubsetOfWeights
 
-from laplace_ella import ELLALaplace, ELLALLLaplace
+from laplace_ella import ELLALaplace, ELLALLLaplace, register_structure
 from tests.cases import make, mlp
 from tests.fitting import assert_close, fit
 
@@ -152,3 +152,39 @@ def test_import_changes_nothing_else():
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+# --- names for settings ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("subset", "cls"), [("all", ELLALaplace), ("last_layer", ELLALLLaplace)]
+)
+def test_a_name_stands_for_settings(subset, cls):
+    """What is given goes first, by name or by place; the class is the one known."""
+    name = register_structure("mine", n_eigenvalues=4, seed=7, prior_precision=2.0)
+    assert name == "mine"
+    la = Laplace(mlp(3, 4, 2), "classification", subset, name, seed=8)
+    assert type(la) is cls
+    assert (la.n_eigenvalues, la.seed) == (4, 8)
+    case = make("classification_mlp")
+    la = Laplace(case.model, "classification", subset, name, 1.0, 3.0)
+    la.fit(case.loader())
+    assert float(la.prior_precision) == 3.0
+    register_structure(name, n_eigenvalues=5)
+    la = Laplace(mlp(3, 4, 2), "classification", subset, name)
+    assert (la.n_eigenvalues, la.seed) == (5, 1234)
+    assert type(Laplace(mlp(3, 4, 2), "classification", subset, "nystrom")) is cls
+
+
+@pytest.mark.parametrize("name", ["nystrom", "kron", "", 3])
+def test_names_that_are_taken(name):
+    with pytest.raises(ValueError, match="name must be a text other than"):
+        register_structure(name, n_eigenvalues=4)
+
+
+def test_names_for_settings_that_do_not_exist():
+    with pytest.raises(TypeError, match=r"called \['rank'\].*n_eigenvalues"):
+        register_structure("other", rank=4)
+    with pytest.raises((ValueError, KeyError)):
+        Laplace(mlp(3, 4, 2), "classification", "all", "other")

@@ -19,7 +19,7 @@ ROOMS = (
     ("fitting",),
     ("interface",),
     ("ella", "last_layer"),
-    ("diagnostics",),
+    ("acquisition", "diagnostics", "structures"),
     ("comparison", "plotting"),
     ("cli", "__main__", "__init__"),
 )

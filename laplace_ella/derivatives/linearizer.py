@@ -233,6 +233,11 @@ class Linearizer:
         positions = self.layout.of(tuple(f.shape[1:]))
         return positions.rows(f.flatten(1).to(self.dtype)), positions
 
+    def n_values(self, x: Any) -> int:
+        """How many outputs all examples of x have together, B·O."""
+        batch = self._batch(x)
+        return batch.size * self._n_outputs(batch)
+
     def probe(self, x: Any) -> Probe:
         """Shape and memory of the output for one example of x.
 

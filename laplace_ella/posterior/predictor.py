@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.posterior import predictive
 from laplace_ella.posterior.inputs import features_for
 from laplace_ella.posterior.observation import ObservationModel
+from laplace_ella.posterior.outside import Complement
 from laplace_ella.posterior.predictive import FunctionValues
 from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.layout import OutputLayout, Positions
@@ -20,6 +21,9 @@ from laplace_ella.support.metric import split_gradients
 from laplace_ella.support.preserve import full_precision
 
 __all__ = ["Predictor", "class_dim"]
+
+#: Numbers that the Jacobians of groups of inputs have together.
+JACOBIAN_BUDGET = 2**24
 
 
 def class_dim(layout: OutputLayout) -> int:
@@ -149,35 +153,72 @@ class Predictor:
         self, x: torch.Tensor, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for each of b groups of `size` inputs: `(b, n)` and `(b, n, n)`."""
-        if self.posterior.needs_residual:  # Jacobians of one group at a time
-            parts = [self.joint(group) for group in x.split(size)]
-            means, covariances = zip(*parts, strict=True)
-            return torch.stack(means), torch.stack(covariances)
-        f, phi = self._joint_parts(x)
-        n_groups = len(x) // size
-        with full_precision(self.linearizer.device):
-            covariance = self.posterior.joint_covariance(
-                phi.unflatten(0, (n_groups, -1))
-            )
-        mean = f.reshape(n_groups, -1)
+        if self.posterior.needs_residual:  # Jacobians of some groups at a time
+            n = self.linearizer.n_values(x[:size]) * self.linearizer.n_params
+            at_once = max(1, JACOBIAN_BUDGET // n)
+            parts = [self._jacobian_groups(g, size) for g in x.split(size * at_once)]
+            mean, covariance = (torch.cat(part) for part in zip(*parts, strict=True))
+        else:
+            f, phi = self._joint_parts(x)
+            mean = f.reshape(len(x) // size, -1)
+            with full_precision(self.linearizer.device):
+                grouped = phi.unflatten(0, (len(mean), -1))
+                covariance = self.posterior.joint_covariance(grouped)
         return mean.to(self.dtype), covariance.to(self.dtype)
+
+    def _jacobian_groups(
+        self, x: torch.Tensor, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and covariance of groups whose Jacobians are in memory together."""
+        f, J, _ = self.linearizer.jacobian(x, self.create_graph)
+        mean = f.reshape(len(x) // size, -1)
+        parts = self.products(J.reshape(*mean.shape, -1))
+        with full_precision(self.linearizer.device):
+            return mean, self.posterior.joint_covariance(*parts)
 
     def joint_samples(
         self, x: Any, n_samples: int, generator: torch.Generator | None
     ) -> torch.Tensor:
         """Samples `(n_samples, B, ...)` of one function each, seen at all inputs."""
+
+        def noise(size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.randn(
+                n_samples,
+                size,
+                generator=generator,
+                dtype=dtype,
+                device=self.linearizer.device,
+            )
+
+        if self._more_values_than(x, n_samples):
+            return self._samples_by_weights(x, noise).to(self.dtype)
         f, *parts = self._joint_parts(x)
         with full_precision(self.linearizer.device):
             root = self.posterior.joint_root(*parts)  # (n, R)
-            noise = torch.randn(
-                n_samples,
-                root.shape[1],
-                generator=generator,
-                dtype=root.dtype,
-                device=root.device,
+            offsets = noise(root.shape[1], root.dtype) @ root.mT
+            return (f + offsets.unflatten(-1, f.shape)).to(self.dtype)
+
+    def _more_values_than(self, x: Any, n_samples: int) -> bool:
+        """Whether samples of the weights are smaller than the gradients of all function
+        values, where weights have the covariance that function values have."""
+        posterior = self.posterior
+        if posterior.complement is not Complement.PRIOR or self.create_graph:
+            return False
+        return self.linearizer.n_values(x) > n_samples
+
+    def _samples_by_weights(
+        self, x: Any, noise: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> torch.Tensor:
+        """f + J(θ − θ̂) for samples θ: n·S·P operations and no matrix (n, n) or (n, P)
+        for n function values."""
+        posterior, dtype = self.posterior, self.linearizer.dtype
+        with full_precision(self.linearizer.device):
+            offsets = posterior.sample_offsets(
+                noise(posterior.rank, dtype), noise(posterior.n_params, dtype)
             )
-            samples = f + (noise @ root.mT).unflatten(-1, f.shape)
-            return samples.to(self.dtype)
+        features = self.linearizer.features(x, offsets)
+        values = features.f.unsqueeze(-1) + features.phi  # (B·S, C, n_samples)
+        return features.positions.restore(values).movedim(-1, 0)
 
     def network_samples(
         self, x: Any, weights: Iterable[torch.Tensor], **model_kwargs: Any
