@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import math
 import runpy
 import sys
 import warnings
@@ -415,6 +416,15 @@ def test_calibrated(paper, data_dir, tmp_path):
     text = (tmp_path / "digits.md").read_text()
     assert text.count("probit_centered") == 6
     assert "nan" not in text
+
+
+def test_cheaper(paper, data_dir, tmp_path):
+    places = ["--data-root", str(data_dir), "--out", str(tmp_path)]
+    rows = paper("cheaper").main(["--smoke", "--cache-dir", str(tmp_path), *places])
+    assert [row.get("m") for row in rows] == [None, "all", 2, "all", 2]
+    assert all(math.isfinite(row["nll"]) for row in rows)
+    assert rows[1]["distance"] == 0
+    assert "| last layer | 650 | 3 | 2 |" in (tmp_path / "resnet20.md").read_text()
 
 
 def test_every_corruption_is_reproducible(paper):
