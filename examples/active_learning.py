@@ -2,10 +2,9 @@
 
 You learn `laplace_ella.acquisition`: samples of whole functions over a pool of
 unlabelled images, `select_joint` for a batch whose labels tell most together, scores
-like `margin` for one at a time. What makes it work: the network is trained with weight
-decay, the posterior is the exact one of all weights and has the prior that the weight
-decay stands for. Posteriors with fewer directions, or with a prior by the evidence,
-choose worse than chance on so few labels.
+like `margin` for one at a time. The network is trained with weight decay; the posterior
+is the exact one of all weights and has the prior that the weight decay stands for. With
+the default's few directions, or the last layer alone, `bald` does worse than chance.
 """
 
 import torch

@@ -3,9 +3,9 @@
 Every surrogate sees the same first points, has the same number of evaluations and the
 same acquisition: the expected improvement of two points at a time over their joint
 posterior, maximised by gradients that flow through it to the inputs. With ten inputs or
-more it is maximised near the best point only, a box of side 0.4 in the unit cube: else
-the variance of a network, which grows outwards, sends every search into the corners.
-The surrogates:
+more it is maximised near the best point only, a box of side 0.4 in the unit cube:
+without it the networks propose points at the bounds, in a third to two thirds of the
+coordinates, and find nothing better than the first points. The surrogates:
 
 - exact: a network 2×50 and `laplace_ella` with `n_eigenvalues="exact"`, the exact
   linearised Laplace of all weights, at the cost of N×N algebra;
@@ -104,8 +104,7 @@ SMOKE = Budget(n_rounds=1, n_seeds=2, n_epochs=50, n_restarts=2, n_raw=8, max_st
 
 
 class Centred(nn.Module):
-    """From the unit cube to [-1, 1]: the variance of a network grows with its inputs,
-    and should not prefer one corner."""
+    """From the unit cube to [-1, 1], so that no corner is special to a network."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * x - 1
