@@ -223,7 +223,7 @@ def figure(by_data: dict[str, Curves], budget: Budget, path: Path) -> None:
     ]
     plt = figures.pyplot()
     fig, axes = plt.subplots(
-        len(by_data), 2, figsize=(9, 3.3 * len(by_data)), squeeze=False, sharey="row"
+        len(by_data), 2, figsize=(11, 3.1 * len(by_data)), squeeze=False, sharey="row"
     )
     for row, (data, curves) in zip(axes, by_data.items(), strict=True):
         titles = ("exact posterior", "other posteriors")
@@ -238,7 +238,9 @@ def figure(by_data: dict[str, Curves], budget: Budget, path: Path) -> None:
                     budget.n_labels, *band, color=style["color"], alpha=0.12, lw=0
                 )
             ax.set(title=f"{data}, {title}", xlabel="labels")
-            ax.legend(fontsize=7, frameon=False)
+            ax.legend(
+                fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1)
+            )
             plain(ax)
         row[0].set_ylabel("test accuracy")
     fig.tight_layout()
