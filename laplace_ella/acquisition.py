@@ -22,14 +22,8 @@ Train with weight decay, and let the posterior have the prior that it stands for
 `margin` was the best score with every posterior on digits and MNIST, and no better
 with a posterior than with the network alone. What labels tell about the function,
 `bald` and `select_joint`, needs the exact posterior: with the K = 20 directions of
-<<<<<<< HEAD
-classification's default or the last layer, `bald` was far worse than chance, with and
-without a prior by the evidence. Figures: "Active learning" in
-`examples/paper/RESULTS.md`.
-=======
 classification's default (whatever the prior) or the last layer, `bald` was worse than
 chance. Figures: `examples/paper/RESULTS.md`, "Active learning".
->>>>>>> decisions
 
 Index legend: S samples, B inputs, C classes or outputs, M configurations of labels.
 

@@ -1,6 +1,6 @@
 """UCI regression with random and gap splits: which posterior predicts best.
 
-    python examples/paper/uci.py --data-root DATA --splits 5 --gaps 11
+    python examples/paper/uci.py --data-root DATA --splits 10 --gaps 11
 
 MLP 2×50 (tanh), prior precision and noise of every method by its own evidence. Random
 splits of 90 % and 10 %; gap splits have the middle third by one input as test data
