@@ -470,8 +470,9 @@ def _checked(samples: torch.Tensor) -> torch.Size:
         )
     _check_finite(samples, "samples")
     if has_values(samples):
-        off = (samples.sum(-1) - 1).abs().max()
-        if bool((off > TOLERANCE) | (samples < 0).any()):
+        off = (samples.sum(-1, dtype=torch.float64) - 1).abs().max()
+        tolerance = max(TOLERANCE, 4 * torch.finfo(samples.dtype).eps)
+        if bool((off > tolerance) | (samples < 0).any()):
             raise ValueError(
                 "Expected probabilities that sum to one over the last dimension, got "
                 f"sums up to {float(off):.3g} away from it or negative numbers. Of "

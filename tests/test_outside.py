@@ -495,6 +495,39 @@ def test_default_for_other_priors_and_back():
     assert _nll(la, case) == pytest.approx(chosen.loss, rel=1e-3)
 
 
+@pytest.mark.parametrize("subsample_size", [40, 10**6])
+@pytest.mark.parametrize("prior", [1e-2, 1.0, 30.0, 300.0, 3000.0])
+def test_truncated_caches_of_every_level(prior, subsample_size):
+    """Directions that leave the basis are unseen where they belong to no level."""
+    model, loader, x = _problem(60, 8)
+    settings = {"n_eigenvalues": 12, "subsample_size": subsample_size}
+    la = ELLALaplace(model, "regression", complement="matched", **settings)
+    la.fit(loader)
+    la.prior_precision = prior
+    cache = FeatureCache.from_loader(la, loader)
+    for rank in (12, 7, 2):
+        la.truncate(rank)
+        var = la(x, diagonal_output=True)[1]
+        cached = la.predict_from_cache(cache, diagonal_output=True)[1]
+        assert_close(cached, var, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [5, 20, 50])
+def test_a_strong_prior_and_few_sampled_gradients(rank):
+    """Where the data know less than the prior its variance is that of exact Laplace,
+    also far away: what other gradients usually have is not counted twice."""
+    model, loader, x = _problem()
+    exact = ELLALaplace(model, "regression", n_eigenvalues="exact")
+    la = ELLALaplace(model, "regression", n_eigenvalues=rank, subsample_size=100)
+    for each in (exact, la):
+        each.fit(loader)
+        each.prior_precision = 3000.0
+    assert la.posterior.span.ranks[0] >= rank
+    for inputs in (x[:50], 6 * x[:50]):
+        ratio = la(inputs)[1].mean() / exact(inputs)[1].mean()
+        assert 0.9 < float(ratio) < 1.1
+
+
 def _nll(la, case):
     mean, var = la(case.x, diagonal_output=True)
     normal = torch.distributions.Normal(mean, (var + la.sigma_noise**2).sqrt())

@@ -117,13 +117,22 @@ class Tail:
     spectrum: Spectrum
     span: Span | None = None
 
-    def level(self, factor: torch.Tensor, prior: torch.Tensor) -> int:
+    def level(self, rank: int, factor: torch.Tensor, prior: torch.Tensor) -> int:
         """The level of the span with the directions that the data know better than the
-        prior does: fλ > δ."""
-        if self.span is None or not len(self.spectrum.eigenvalues):
+        prior does, fλ > δ.
+
+        Where not all rows were sampled it contains the K = `rank` directions of the
+        basis, as what gradients usually have outside the span must not be in the basis.
+        """
+        span = self.span
+        if span is None or not len(self.spectrum.eigenvalues):
             return 0
         ratio = factor.double() * self.spectrum.scaled[0] / prior.double()
-        return self.span.level(float(ratio.detach()))
+        level = span.level(float(ratio.detach()))
+        if not span.usual:
+            return level
+        enough = (i for i, n in enumerate(span.ranks) if n >= rank)
+        return max(level, next(enough, len(span.ranks) - 1))
 
     def log_det(
         self, rank: int, factor: torch.Tensor, prior: torch.Tensor
@@ -152,7 +161,7 @@ class Tail:
         """
         f, delta = factor.double().reshape(()), prior.double().reshape(())
         spectrum, n = self.spectrum, self.spectrum.n_rows
-        span = None if self.span is None else self.span.at(self.level(f, delta))
+        span = None if self.span is None else self.span.at(self.level(rank, f, delta))
         # Within the span, by the eigenvalues beyond the basis.
         beyond = spectrum.scaled[rank : None if span is None else span.ranks[0]]
         freedom_span = f * (beyond / (f * beyond + delta)).sum()

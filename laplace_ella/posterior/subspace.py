@@ -253,7 +253,9 @@ class SubspacePosterior:
 
     @cached_property
     def _level(self) -> int:
-        return 0 if self.tail is None else self.tail.level(self.factor, self.prior)
+        if self.tail is None:
+            return 0
+        return self.tail.level(self.rank, self.factor, self.prior)
 
     @cached_property
     def outside(self) -> Precisions:

@@ -19,7 +19,7 @@ import torch
 
 from laplace_ella.support.batches import has_values
 
-__all__ = ["Sketch", "Span"]
+__all__ = ["Sketch", "Span", "in_levels"]
 
 #: Up to so many parameters per row all are kept, beyond them this many groups per row.
 #: With fewer groups per row the estimate scatters more, with groups of two or three
@@ -75,6 +75,14 @@ class Sketch:
         return signed.unflatten(-1, (-1, self.size)).sum(-2)
 
 
+def in_levels(eigenvalues: torch.Tensor, n_levels: int) -> torch.Tensor:
+    """Which directions, by their descending eigenvalues, belong to which level: boolean
+    `(L, K)`. The last level of a span has all."""
+    levels = torch.arange(n_levels, device=eigenvalues.device)
+    bounds = eigenvalues[:1] * LEVEL_FACTOR ** -levels.to(eigenvalues)
+    return eigenvalues > bounds.unsqueeze(-1)
+
+
 @dataclass(frozen=True)
 class Span:
     """The leading directions of the sampled gradients, at one or more levels.
@@ -108,14 +116,11 @@ class Span:
         Level l has the directions with eigenvalues above the largest divided by
         `LEVEL_FACTOR` to the power of l: none in the first level, all in the last.
         """
-        relative = (eigenvalues / eigenvalues[0]).tolist()
-        ranks = [0]
-        while ranks[-1] < len(directions) and len(ranks) < MOST_LEVELS:
-            bound = LEVEL_FACTOR ** -len(ranks)
-            above = sum(value > bound for value in relative)
-            ranks.append(min(above, len(directions)))
-        ranks[-1] = len(directions)
-        return cls(directions, sketch, tuple(ranks))
+        above = in_levels(eigenvalues, MOST_LEVELS).sum(-1).clamp_max(len(directions))
+        ranks = above.tolist()
+        last = next((i for i, n in enumerate(ranks) if n == len(directions)), None)
+        ranks = ranks[: None if last is None else last + 1]
+        return cls(directions, sketch, (*ranks[:-1], len(directions)))
 
     def level(self, ratio: float) -> int:
         """The level whose least eigenvalue is nearest to the largest by `ratio`."""

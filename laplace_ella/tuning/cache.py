@@ -17,6 +17,7 @@ from laplace_ella.posterior.likelihood import IGNORED
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.checks import check_finite
+from laplace_ella.support.span import in_levels
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -184,8 +185,22 @@ class FeatureCache:
             residual = residual + beyond @ beyond.mT
         spectrum = None if self.spectrum is None else self.spectrum[:rank]
         return replace(
-            self, phi=self.phi[..., :rank], residual=residual, spectrum=spectrum
+            self,
+            phi=self.phi[..., :rank],
+            residual=residual,
+            unseen=self._unseen_beyond(rank),
+            spectrum=spectrum,
         )
+
+    def _unseen_beyond(self, rank: int) -> torch.Tensor | None:
+        """What is unseen once the directions after the first `rank` have left the
+        basis: at each level those of them that do not belong to it as well."""
+        if self.unseen is None or self.spectrum is None:
+            return self.unseen
+        known = in_levels(self.spectrum, self.unseen.shape[1])[:, rank:]  # (L, k)
+        known[-1] = True
+        beyond = self.phi[..., rank:].unsqueeze(1) * ~known.unsqueeze(1)
+        return self.unseen + beyond @ beyond.mT
 
     def top(self, n: int | None) -> FeatureCache:
         """Features of the n largest outputs of each row, or of all for None."""

@@ -90,7 +90,8 @@ class EigenPosterior:
         if self.complement is Complement.DROP or residual is None:
             return FunctionValues.of_outputs(f_mu, factor, None, outputs)
         if unseen is not None and self.tail is not None:
-            unseen = unseen[:, self.tail.level(self.factor, self.prior)]
+            level = self.tail.level(self.rank, self.factor, self.prior)
+            unseen = unseen[:, level]
         outside = self.outside.covariance(residual, unseen)
         return FunctionValues.of_outputs(f_mu, factor, outside, outputs)
 
