@@ -76,6 +76,7 @@ def paired_differences(
     losses = {name: nll_by_image(p, targets) for name, p in probs.items()}
     rows = []
     for second in references:
+        base = losses[second].mean().item()
         for first in losses:
             if first == second:
                 continue
@@ -87,7 +88,7 @@ def paired_differences(
                     "difference": mean,
                     "error": error,
                     "ratio": mean / error if error else None,
-                    "relative": 100 * mean / losses[second].mean().item(),
+                    "relative": 100 * mean / base if base else None,
                 }
             )
     return rows
