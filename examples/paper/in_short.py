@@ -87,6 +87,9 @@ def clean(results: Path) -> str:
         for protocol, images in CHOSEN_ON.items():
             mine = [row for row in rows if row["protocol"] == protocol]
             found = {(r["method"], r["link"]): float(r["nll"]) for r in mine}
+            for row in stored["rows"].values():  # with all their digits
+                if row.get("protocol") == protocol:
+                    found[row["method"], row["link"]] = row["nll"]
             methods = list(dict.fromkeys(row["method"] for row in mine))
             ours = named(methods, "ELLA", "calibrated, complement")
             paper = named(methods, "ELLA", "early stopping")
