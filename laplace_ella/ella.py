@@ -22,7 +22,7 @@ from laplace.utils.enums import (
 )
 from torch.utils.data import DataLoader
 
-from laplace_ella.fitting import sampling
+from laplace_ella.fitting.data import TrainingData, check_data, training_data
 from laplace_ella.fitting.memory import MemoryEstimate
 from laplace_ella.fitting.stopping import EarlyStopping, check_stopping
 from laplace_ella.interface.predicting import PredictingLaplace
@@ -190,14 +190,17 @@ or None, default=None
         val_loader: DataLoader | None = None,
         early_stopping: EarlyStopping | bool | None = None,
         balanced: bool | None = None,
+        max_data: int | None = None,
     ) -> None:
         """Fit the posterior: sample the basis, then add up the curvature.
 
         Parameters
         ----------
         train_loader : torch.utils.data.DataLoader
-            batches `(X, y)` or mappings, over a data set with indices; shuffled, if
-            the fit may stop early
+            batches `(X, y)` or mappings; shuffled, if the fit may stop early. Data
+            without indices, an iterable data set or whatever else yields batches each
+            time it is iterated over, are read twice: first to draw the basis from a
+            reservoir, then for the curvature
         override : bool, default=True
             False keeps the basis and what was added up so far, and adds this data
         progress_bar : bool, default=False
@@ -208,13 +211,17 @@ or None, default=None
             there has been no better one for long; True for the default settings
         balanced : bool, optional
             whether to draw the classes evenly; default as given to the constructor
+        max_data : int, optional
+            use the first so many examples of the loader, all by default. Of a data set
+            with indices the basis is drawn from all
         """
         balanced = self._check_balanced(train_loader, balanced)
         stopping = check_stopping(early_stopping, val_loader)
         loaders = [train_loader] if val_loader is None else [train_loader, val_loader]
         with self._undisturbed(*loaders), self._all_or_nothing():
+            data = self._training_data(train_loader, max_data, progress_bar)
             if override or self.fitted is None:
-                start = self._without_data(train_loader, balanced, progress_bar)
+                start = self._without_data(data, balanced, progress_bar)
             else:
                 start = self.fitted
             validator = posterior = None
@@ -230,7 +237,7 @@ or None, default=None
                     progress_bar,
                 )
             fit = self.fitter.add_up(
-                train_loader, start, progress_bar, validator, posterior, stopping
+                data, start, progress_bar, validator, posterior, stopping
             )
         self._adopt(fit)
 
@@ -239,6 +246,7 @@ or None, default=None
         train_loader: DataLoader,
         progress_bar: bool = False,
         balanced: bool | None = None,
+        max_data: int | None = None,
     ) -> None:
         """Sample the directions, and no data yet.
 
@@ -247,7 +255,8 @@ or None, default=None
         """
         balanced = self._check_balanced(train_loader, balanced)
         with self._undisturbed(train_loader), self._all_or_nothing():
-            fit = self._without_data(train_loader, balanced, progress_bar)
+            data = self._training_data(train_loader, max_data, progress_bar)
+            fit = self._without_data(data, balanced, progress_bar)
         self._adopt(fit)
 
     def fit_features(self, cache: FeatureCache, override: bool = True) -> None:
@@ -277,16 +286,22 @@ or None, default=None
             fit = self.fitter.add_cache(cache.to(self._device), start)
         self._adopt(fit)
 
+    def _training_data(
+        self, train_loader: Any, max_data: int | None = None, progress_bar: bool = False
+    ) -> TrainingData:
+        """The data of a loader as a fit sees them."""
+        return training_data(train_loader, self.dict_key_x, max_data, progress_bar)
+
     def _without_data(
-        self, train_loader: Any, balanced: bool, progress_bar: bool
+        self, data: TrainingData, balanced: bool, progress_bar: bool
     ) -> Fit:
         """A new basis, and sums of nothing."""
-        return self.fitter.sample_basis(train_loader, balanced, progress_bar)
+        return self.fitter.sample_basis(data, balanced, progress_bar)
 
     def _check_balanced(self, train_loader: Any, balanced: bool | None) -> bool:
         """Refuse what cannot work, before anything is computed."""
-        sampling.check_loader(train_loader)
         balanced = self.balanced if balanced is None else balanced
+        check_data(train_loader, balanced)
         if balanced and self._family is not Family.CATEGORICAL:
             why = (
                 "with multi_label=True an example has no single class"
@@ -301,12 +316,13 @@ or None, default=None
 
     def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
         """What `fit(train_loader)` would need, from one forward pass of one example."""
-        sampling.check_loader(train_loader)
+        check_data(train_loader)
         with self._undisturbed(train_loader):
-            indices = sampling.eligible_indices(train_loader)
-            fitter = self.fitter
-            probe = fitter.probe(train_loader, indices)
-            n_pairs = len(indices) * math.prod(probe.output_shape)
+            data, fitter = self._training_data(train_loader), self.fitter
+            probe = fitter.probe(data)
+            if data.n_examples is None:  # of a stream, as if there were enough
+                return fitter.estimate(probe, self.subsample_size)
+            n_pairs = data.n_examples * math.prod(probe.output_shape)
             if self.n_eigenvalues == "exact" or fitter.takes_all(probe, n_pairs):
                 return fitter.estimate_exact(probe, n_pairs)
             return fitter.estimate(probe, n_pairs)

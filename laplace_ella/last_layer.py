@@ -16,7 +16,7 @@ from laplace_ella.derivatives.features import FeatureMode
 from laplace_ella.derivatives.model_function import unwrap
 from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.ella import ELLALaplace
-from laplace_ella.fitting import sampling
+from laplace_ella.fitting.data import TrainingData, check_data
 from laplace_ella.fitting.memory import MemoryEstimate
 from laplace_ella.posterior.fit import Fit
 from laplace_ella.posterior.outside import Complement, EvidenceOf
@@ -152,23 +152,22 @@ class ELLALLLaplace(ELLALaplace):
         self._restrict(names, *self._asked_prior)
 
     def _without_data(
-        self, train_loader: Any, balanced: bool, progress_bar: bool
+        self, data: TrainingData, balanced: bool, progress_bar: bool
     ) -> Fit:
-        self._find_last_layer(train_loader)
-        return super()._without_data(train_loader, balanced, progress_bar)
+        self._find_last_layer(data)
+        return super()._without_data(data, balanced, progress_bar)
 
     def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
-        sampling.check_loader(train_loader)
+        check_data(train_loader)
         with self._undisturbed(train_loader):
-            self._find_last_layer(train_loader)
+            self._find_last_layer(self._training_data(train_loader))
         return super().estimate_memory(train_loader)
 
-    def _find_last_layer(self, train_loader: Any) -> None:
+    def _find_last_layer(self, data: TrainingData) -> None:
         """Find the last layer by a forward pass, if it is not known yet."""
         if self.last_layer_name is not None:
             return
-        one = sampling.subset(train_loader, sampling.eligible_indices(train_loader)[:1])
-        x, _ = next(self.fitter.batches(one))
+        x, _ = next(self.fitter.batches(data.few(1, 1)))
         self._linearizer.outputs(x)  # tells more clearly what is wrong than the search
         # Laplace's search hooks into the model, so it gets a copy.
         extractor = FeatureExtractor(deepcopy(unwrap(self.model)))

@@ -20,7 +20,8 @@ from laplace_ella.derivatives.backends import Curvature
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.probe import Probe
 from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
-from laplace_ella.fitting import sampling
+from laplace_ella.fitting.data import TrainingData
+from laplace_ella.fitting.gathering import Gathered
 from laplace_ella.fitting.memory import (
     MemoryEstimate,
     check_memory,
@@ -29,6 +30,7 @@ from laplace_ella.fitting.memory import (
     sketch_sizes,
     too_large_for_exact,
 )
+from laplace_ella.fitting.sampling import Pairs
 from laplace_ella.fitting.stopping import EarlyStopping
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.basis import NystromBasis, RowSketch
@@ -42,7 +44,7 @@ from laplace_ella.support.checks import check_finite, positive_int
 from laplace_ella.support.layout import Positions
 from laplace_ella.support.loaders import loader_batches
 from laplace_ella.support.resources import budget_of
-from laplace_ella.support.span import Sketch, Span
+from laplace_ella.support.span import Sketch
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.validation import Validator
 
@@ -63,6 +65,9 @@ FIRST_LOOK, FEW_OUTPUTS = 32, 8
 
 #: Gradients of pairs that were not sampled, to see how much is outside the span.
 FEW_OTHERS = 256
+
+#: More pairs than any fit takes.
+MOST_PAIRS = 10**9
 
 SAMPLING = "while sampling the basis"
 
@@ -152,20 +157,18 @@ class Fitter:
 
     # A first look
 
-    def probe(self, loader: Any, indices: np.ndarray) -> Probe:
+    def probe(self, data: TrainingData) -> Probe:
         """Shape and memory of the outputs, from one forward pass of one example."""
-        one = sampling.subset(loader, indices[:1], 1)
-        for x, _ in self.batches(one):
+        for x, _ in self.batches(data.few(1, 1)):
             return self.linearizer.probe(x)
         raise ValueError(NO_BATCH)
 
-    def first_look(self, loader: Any, indices: np.ndarray) -> Probe:
+    def first_look(self, data: TrainingData, size: int | None = None) -> Probe:
         """The same, with model and targets checked on the first few examples: what is
         wrong is told before anything expensive."""
-        size = min(getattr(loader, "batch_size", None) or FIRST_LOOK, FIRST_LOOK)
-        few = sampling.subset(loader, indices[: max(size, FEW_OUTPUTS)], size)
+        size = min(size or FIRST_LOOK, FIRST_LOOK)
         first, outputs = None, []
-        for x, y in self.batches(few):
+        for x, y in self.batches(data.few(max(size, FEW_OUTPUTS), size)):
             probe = self.linearizer.probe(x)
             positions = self.linearizer.layout.of(probe.output_shape)
             self.observation.check_noise(positions)
@@ -181,66 +184,43 @@ class Fitter:
     # The basis
 
     def sample_basis(
-        self, loader: Any, balanced: bool = False, progress_bar: bool = False
+        self, data: TrainingData, balanced: bool = False, progress_bar: bool = False
     ) -> Fit:
         """A fit without data: draw M pairs (x, i), or take all, and compute the
         directions of their gradients."""
-        indices = sampling.eligible_indices(loader)
-        probe = self.first_look(loader, indices)
+        probe = self.first_look(data, getattr(data.whole(), "batch_size", None))
         n_outputs = math.prod(probe.output_shape)
-        n_pairs = len(indices) * n_outputs
-        exact = self.takes_all(probe, n_pairs)
-        fitter = self._in_double(loader, indices, n_pairs) if exact else self
-        labels = None
-        if balanced and not exact:
-            labels = sampling.read_labels(loader.dataset, indices, self.dict_key_y)
         rng = np.random.default_rng(self.plan.seed)
-        n_samples = n_pairs if exact else self.plan.subsample_size
-        pairs = sampling.draw_pairs(len(indices), n_outputs, n_samples, rng, labels)
-        fn = fitter.linearizer.fn
-        if exact:
-            capacity, keep = n_pairs + 1, n_pairs
-        else:
-            memory = self.estimate(probe, n_pairs)
-            check_memory(memory, self.home)
-            logger.info("basis: %s\n%s", memory.method, memory)
-            capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
-        rows = RowSketch(fn.numels(), capacity, keep, fn.dtype, self.home)
-        n_samples, n_params = len(pairs[0]), sum(fn.numels())
-        asked = self.complement is Complement.MATCHED
-        sketch, groups = None, None
-        if not exact and self._keeps_span and capacity > n_samples:
-            sketch = Sketch.of(n_params, n_samples, self.plan.seed, self.home)
-            groups = RowSketch(
-                (sketch.size,), n_samples + 1, n_samples, fn.dtype, self.home
-            )
-        elif asked and not exact:
-            raise ValueError(UNKNOWN_SPAN)
+        data = data.counted(n_outputs, self._most_pairs(probe), rng)
+        n_pairs = (data.n_examples or 0) * n_outputs
+        exact = self.takes_all(probe, n_pairs)
+        fitter = self._in_double(data, n_pairs) if exact else self
+        pairs = data.draw(
+            n_outputs,
+            n_pairs if exact else self.plan.subsample_size,
+            rng,
+            self.dict_key_y if balanced and not exact else None,
+        )
+        gathered = fitter._room(probe, n_pairs, len(pairs[0]), exact)
         gradients = functools.partial(
             fitter._gradients,
-            loader,
-            indices,
+            data,
             self.linearizer.layout.of(probe.output_shape),
-            len(rows.buffer),
+            gathered.rows.capacity,
             progress_bar,
         )
         finite: list[torch.Tensor] = []
         for batch in gradients("[Sampling gradients]", pairs):
             for some in batch:
-                add_rows(rows, some, finite)
-                if sketch is not None and groups is not None:
-                    groups.add(sketch(some))
+                add_rows(gathered, some, finite)
                 del some  # before the next ones are computed
             # The sum of all squares is finite as long as all rows are.
-            finite.append(torch.isfinite(rows.energy))
+            finite.append(torch.isfinite(gathered.rows.energy))
         check_finite(finite, "gradients", SAMPLING)
-        basis = self._finish_basis(rows, exact)
-        span = None
-        if sketch is not None and groups is not None:
-            assert basis.tail is not None  # all rows were kept
-            eigenvalues = torch.cat([basis.eigenvalues, basis.tail])
-            span = Span.of(groups.basis(None).directions, sketch, eigenvalues)
-            others = sampling.draw_others(n_outputs, n_pairs, *pairs, FEW_OTHERS, rng)
+        basis = self._finish_basis(gathered.rows, exact)
+        span = gathered.span(basis)
+        if span is not None:
+            others = data.draw_others(n_outputs, pairs, FEW_OTHERS, rng)
             if len(others[0]):
                 norms = [
                     torch.stack(
@@ -255,7 +235,7 @@ class Fitter:
                 "exact linearised Laplace: all %d gradients, rank %d, in %s",
                 n_pairs,
                 basis.rank,
-                str(fn.dtype).removeprefix("torch."),
+                str(fitter.linearizer.fn.dtype).removeprefix("torch."),
             )
         n_noises = self.observation.sigma_noise.numel()
         regression = self.observation.family.is_regression
@@ -265,12 +245,45 @@ class Fitter:
             Sums.zero(basis.rank, n_noises, self.linearizer.device),
             probe.output_shape,
             self.linearizer.fn.flat(),
-            fn.dtype,
+            fitter.linearizer.fn.dtype,
             complement if span is None else Complement.MATCHED,
             spans_all=exact,
             curvature_rows=self._has_curvature_rows,
             span=span,
         )
+
+    def _room(
+        self, probe: Probe, n_pairs: int, n_samples: int, exact: bool
+    ) -> Gathered:
+        """Where so many of the gradients of all pairs are gathered, or a summary of
+        them, and what their span is known by, where it is kept."""
+        fn = self.linearizer.fn
+        if exact:
+            capacity, keep = n_pairs + 1, n_pairs
+        else:
+            memory = self.estimate(probe, n_pairs)
+            check_memory(memory, self.home)
+            logger.info("basis: %s\n%s", memory.method, memory)
+            capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
+        rows = RowSketch(fn.numels(), capacity, keep, fn.dtype, self.home)
+        if not exact and self._keeps_span and capacity > n_samples:
+            sketch = Sketch.of(sum(fn.numels()), n_samples, self.plan.seed, self.home)
+            return Gathered.with_span(rows, sketch, n_samples)
+        if not exact and self.complement is Complement.MATCHED:
+            raise ValueError(UNKNOWN_SPAN)
+        return Gathered(rows)
+
+    def _most_pairs(self, probe: Probe) -> int:
+        """Pairs of a stream that are worth keeping until its length is known."""
+        sampled = self.plan.subsample_size + FEW_OTHERS
+        if self.plan.n_eigenvalues == "exact":
+            # One more than fit tells that they do not.
+            return 1 + self._largest(
+                MOST_PAIRS, lambda n: self.estimate_exact(probe, n).fits
+            )
+        if self.plan.n_eigenvalues == "auto":
+            return max(sampled, AUTO_MAX_PAIRS)
+        return sampled
 
     @property
     def _has_curvature_rows(self) -> bool:
@@ -305,7 +318,7 @@ class Fitter:
             return True
         return n_pairs <= AUTO_MAX_PAIRS and memory.fits
 
-    def _in_double(self, loader: Any, indices: np.ndarray, n_pairs: int) -> Fitter:
+    def _in_double(self, data: TrainingData, n_pairs: int) -> Fitter:
         """The same in float64, where the model runs in it and memory allows.
 
         With all gradients in the basis the variance at inputs like the training data
@@ -320,7 +333,7 @@ class Fitter:
             self, linearizer=linearizer.in_dtype(torch.float64)
         )
         try:
-            probe = double.probe(loader, indices)
+            probe = double.probe(data)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             logger.info("derivatives stay in single precision: %s", error)
             return self
@@ -328,25 +341,21 @@ class Fitter:
 
     def _gradients(
         self,
-        loader: Any,
-        indices: np.ndarray,
+        data: TrainingData,
         positions: Positions,
         at_most: int,
         progress_bar: bool,
         description: str,
-        pairs: tuple[np.ndarray, np.ndarray],
+        pairs: Pairs,
     ) -> Iterator[Iterator[torch.Tensor]]:
-        """The gradients of pairs (positions among `indices`, outputs), batch by batch,
-        a few rows at a time, where the directions stay."""
+        """The gradients of pairs, batch by batch, a few rows at a time, where the
+        directions stay."""
         linearizer, device = self.linearizer, self.linearizer.device
         n_outputs = math.prod(positions.output_shape)
         examples, outputs = pairs
         used, where = np.unique(examples, return_inverse=True)
-        batches = self.batches(
-            sampling.subset(loader, indices[used]), description, progress_bar
-        )
         seen = 0
-        for x, _ in batches:
+        for x, _ in self.batches(data.chosen(used), description, progress_bar):
             size = batch_size(x, linearizer.dict_key_x)
             if positions.shape:
                 shape = linearizer.probe(x).output_shape
@@ -410,14 +419,18 @@ class Fitter:
     def _largest_rank(self, probe: Probe, n_pairs: int) -> int:
         """The largest number of directions whose fit is within the budget."""
 
-        def too_many(rank: int) -> bool:
+        def fits(rank: int) -> bool:
             plan = dataclasses.replace(self.plan, n_eigenvalues=rank)
-            return (
-                not dataclasses.replace(self, plan=plan).estimate(probe, n_pairs).fits
-            )
+            return dataclasses.replace(self, plan=plan).estimate(probe, n_pairs).fits
 
-        at_most = min(self.plan.subsample_size, n_pairs)
-        return bisect.bisect_left(range(1, at_most + 1), True, key=too_many)
+        return self._largest(min(self.plan.subsample_size, n_pairs), fits)
+
+    @staticmethod
+    def _largest(at_most: int, fits: Callable[[int], bool]) -> int:
+        """The largest number of at least 1 that fits, or 0."""
+        return bisect.bisect_left(
+            range(1, at_most + 1), True, key=lambda n: not fits(n)
+        )
 
     def estimate_exact(
         self, probe: Probe, n_pairs: int, itemsize: int | None = None
@@ -455,14 +468,14 @@ class Fitter:
 
     def add_up(
         self,
-        loader: Any,
+        data: TrainingData,
         start: Fit,
         progress_bar: bool = False,
         validator: Validator | None = None,
         posterior: SubspacePosterior | None = None,
         stopping: EarlyStopping | None = None,
     ) -> Fit:
-        """The fit with the data of the loader added to its sums.
+        """The fit with the data added to its sums.
 
         With a `validator` the loss of `posterior`, with the sums so far as its
         curvature, is recorded as data are added; with `stopping` the sums are those of
@@ -470,12 +483,12 @@ class Fitter:
         """
         plan = stopping or EarlyStopping()
         if validator is None or posterior is None:
-            (sums,) = self._running_sums(loader, start, progress_bar)
+            (sums,) = self._running_sums(data, start, progress_bar)
             return dataclasses.replace(start, sums=sums, history=())
         history: list[dict[str, float]] = []
         best: tuple[float, Sums] | None = None
         sums, waited = start.sums, 0
-        for sums in self._running_sums(loader, start, progress_bar, plan.checkpoints()):
+        for sums in self._running_sums(data, start, progress_bar, plan.checkpoints()):
             H, _ = self.observation.weigh(sums.H)
             tail = dataclasses.replace(start, sums=sums).tail
             value = validator.score(posterior.with_(H=H, tail=tail))
@@ -500,7 +513,7 @@ class Fitter:
 
     def _running_sums(
         self,
-        loader: Any,
+        data: TrainingData,
         start: Fit,
         progress_bar: bool,
         checkpoints: Iterator[int] | None = None,
@@ -512,7 +525,7 @@ class Fitter:
         sums, seen, finite, current = start.sums, 0, [], True
         generator = self.fresh_generator()
         due: float = math.inf if checkpoints is None else next(checkpoints)
-        for x, y in self.batches(loader, "[Computing Hessian]", progress_bar):
+        for x, y in self.batches(data.whole(), "[Computing Hessian]", progress_bar):
             f, psi, y = self._curvature_root(x, y, start, generator)
             finite.append(torch.isfinite(f).all() & torch.isfinite(psi).all())
             first = 0
@@ -596,13 +609,16 @@ class Fitter:
         return dataclasses.replace(start, sums=sums, history=())
 
 
-def add_rows(sketch: RowSketch, rows: torch.Tensor, finite: list[torch.Tensor]) -> None:
+def add_rows(
+    gathered: Gathered, rows: torch.Tensor, finite: list[torch.Tensor]
+) -> None:
     """Add gradients; a full buffer with NaN in it is told as such, with the batch after
     those that were `finite`."""
     try:
-        sketch.add(rows)
+        gathered.add(rows)
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-        check_finite([*finite, torch.isfinite(sketch.energy)], "gradients", SAMPLING)
+        energy = gathered.rows.energy
+        check_finite([*finite, torch.isfinite(energy)], "gradients", SAMPLING)
         raise
 
 

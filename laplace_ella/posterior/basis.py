@@ -138,6 +138,11 @@ class RowSketch:
         self.compressed = False
         self.energy = torch.zeros((), dtype=torch.float64, device=device)
 
+    @property
+    def capacity(self) -> int:
+        """Rows in memory at most."""
+        return len(self.buffer)
+
     def add(self, rows: torch.Tensor) -> None:
         """Take in rows `(m, P)`."""
         self.n_samples += len(rows)
