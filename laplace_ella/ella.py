@@ -128,6 +128,10 @@ or None, default=None
     basis_dtype, basis_device : optional
         where and how precisely the directions are kept, for example torch.bfloat16 or
         "cpu" beside a model on a GPU
+    scratch_dir : str or PathLike, optional
+        folder for a memory-mapped file with the gradients, and for "exact" with the
+        directions, where they do not fit in memory_budget; the directions are then used
+        from the CPU
     compile : bool or dict, default=False
         compile the forward-mode pass with `torch.compile`, with these arguments
     output_layout : OutputLayout or str, default="flat"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from os import PathLike
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class ELLALLLaplace(ELLALaplace):
         memory_budget: int | float | str | None = None,
         basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
+        scratch_dir: str | PathLike[str] | None = None,
     ) -> None:
         if asdl_fisher_kwargs is not None:
             raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
@@ -112,6 +114,7 @@ class ELLALLLaplace(ELLALaplace):
             memory_budget=memory_budget,
             basis_dtype=basis_dtype,
             basis_device=basis_device,
+            scratch_dir=scratch_dir,
         )
         self.feature_reduction = feature_reduction
         self._last_layer_name = last_layer_name

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from laplace_ella.fitting.memory import (
     check_memory,
     estimate_memory,
     exact_memory,
+    on_disk,
     sketch_sizes,
     too_large_for_exact,
 )
@@ -259,13 +261,21 @@ class Fitter:
         them, and what their span is known by, where it is kept."""
         fn = self.linearizer.fn
         if exact:
-            capacity, keep = n_pairs + 1, n_pairs
+            memory = self.estimate_exact(probe, n_pairs)
         else:
             memory = self.estimate(probe, n_pairs)
             check_memory(memory, self.home)
-            logger.info("basis: %s\n%s", memory.method, memory)
-            capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
-        rows = RowSketch(fn.numels(), capacity, keep, fn.dtype, self.home)
+        logger.info("basis: %s\n%s", memory.method, memory)
+        capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
+        folder = self.linearizer.options.scratch_dir if memory.disk else None
+        rows = RowSketch(
+            fn.numels(),
+            capacity,
+            keep,
+            fn.dtype,
+            self.home,
+            None if folder is None else Path(folder),
+        )
         if not exact and self._keeps_span and capacity > n_samples:
             sketch = Sketch.of(sum(fn.numels()), n_samples, self.plan.seed, self.home)
             return Gathered.with_span(rows, sketch, n_samples)
@@ -412,9 +422,9 @@ class Fitter:
                 None if options.basis_dtype is None else options.basis_dtype.itemsize,
             )
 
-        memory = with_span(self._span_bytes(n_samples))
+        memory = self._or_on_disk(with_span(self._span_bytes(n_samples)))
         # A summary of the gradients does not tell their span: none is kept beside it.
-        return memory if memory.method == "exact" else with_span(0)
+        return memory if memory.method != "streaming" else with_span(0)
 
     def _largest_rank(self, probe: Probe, n_pairs: int) -> int:
         """The largest number of directions whose fit is within the budget."""
@@ -438,13 +448,28 @@ class Fitter:
         """What a fit with the gradients of all pairs would need, in the model's
         precision unless told."""
         P = self.linearizer.n_params
-        return exact_memory(
+        itemsize = itemsize or self.linearizer.dtype.itemsize
+        memory = exact_memory(
             P,
             n_pairs,
-            itemsize or self.linearizer.dtype.itemsize,
+            itemsize,
             self._pass_bytes(probe, min(n_pairs, P), n_pairs),
             self.budget,
         )
+        return self._or_on_disk(memory, itemsize)
+
+    def _or_on_disk(
+        self, memory: MemoryEstimate, itemsize: int | None = None
+    ) -> MemoryEstimate:
+        """The same in a file, where there is a folder for one and memory does not
+        suffice."""
+        if self.linearizer.options.scratch_dir is None:
+            return memory
+        if memory.method == "exact" and memory.fits:
+            return memory
+        itemsize = itemsize or self.linearizer.dtype.itemsize
+        filed = on_disk(memory, self.linearizer.n_params, itemsize)
+        return filed if filed.fits else memory
 
     @property
     def budget(self) -> int:

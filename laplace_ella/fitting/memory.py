@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from laplace_ella.errors import InsufficientMemoryError
+from laplace_ella.posterior.basis import working_numbers
 from laplace_ella.support.resources import human_bytes
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "check_memory",
     "estimate_memory",
     "exact_memory",
+    "on_disk",
     "sketch_sizes",
     "too_large_for_exact",
 ]
@@ -49,6 +51,9 @@ class MemoryEstimate:
         rows that are kept in memory within the budget
     n_samples : int
         M
+    disk : int
+        all M sampled gradients where they are kept in a file; `rows` is then what they
+        take of memory
     """
 
     basis: int
@@ -58,10 +63,13 @@ class MemoryEstimate:
     budget: int
     capacity: int
     n_samples: int
+    disk: int = 0
 
     @property
     def method(self) -> str:
-        """'exact' if all gradients fit, else 'streaming'."""
+        """'exact' if all gradients fit, 'disk' if in a file, else 'streaming'."""
+        if self.disk:
+            return "disk"
         return "exact" if self.capacity >= self.n_samples else "streaming"
 
     @property
@@ -71,7 +79,9 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes of the way that will be taken."""
+        """Bytes of memory of the way that will be taken."""
+        if self.disk:
+            return self.needed
         kept, gram = min(self.capacity, self.n_samples), GRAM_BYTES * self.n_samples**2
         row = (self.rows - gram) // max(1, self.n_samples)
         return self.basis + _rows_bytes(kept, row) + self.pass_
@@ -89,6 +99,8 @@ class MemoryEstimate:
             "budget": self.budget,
             f"this fit ({self.method})": self.total,
         }
+        if self.disk:
+            lines["on disk"] = self.disk
         width = max(map(len, lines))
         return "\n".join(f"{k:<{width}}  {human_bytes(v):>9}" for k, v in lines.items())
 
@@ -127,6 +139,15 @@ def estimate_memory(
     )
 
 
+def on_disk(memory: MemoryEstimate, n_params: int, itemsize: int) -> MemoryEstimate:
+    """The same with all gradients in a file: in memory are the decomposition of their
+    Gram matrix, and the columns that are worked on."""
+    m = memory.n_samples
+    needed = GRAM_BYTES * m**2 + 8 * working_numbers(m, n_params)
+    filed = (m + 1) * n_params * itemsize
+    return replace(memory, rows=needed, sketch=needed, capacity=m, disk=filed)
+
+
 def _rows_bytes(n_rows: int, row: int) -> int:
     """Bytes of so many gradients and of the decomposition of their Gram matrix."""
     return n_rows * row + GRAM_BYTES * n_rows**2
@@ -162,13 +183,14 @@ def too_large_for_exact(
         f"n_eigenvalues='exact' keeps all {memory.n_samples} gradients of {n_params} "
         f"parameters, {human_bytes(memory.needed)} on {device}; the budget is "
         f"{human_bytes(memory.budget)}. The largest n_eigenvalues that fits is "
-        f"{largest}; or use fewer data, freeze parameters, or raise memory_budget."
+        f"{largest}; or use fewer data, freeze parameters, raise memory_budget, or "
+        "name a folder for them, scratch_dir=."
     )
 
 
 def sketch_sizes(memory: MemoryEstimate, rank: int) -> tuple[int, int]:
     """Capacity and rows kept of the sketch within the estimate's budget."""
-    if memory.method == "exact":
+    if memory.method != "streaming":
         return memory.n_samples + 1, memory.n_samples
     capacity = memory.capacity
     keep = min(SKETCH_FACTOR * rank, max(rank + 2, capacity // 2), capacity - 1)

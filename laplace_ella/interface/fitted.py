@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,7 @@ class FittedLaplace(ParametricLaplace):
     memory_budget = setting("options")
     basis_dtype = setting("options")
     basis_device = setting("options")
+    scratch_dir = setting("options")
 
     def __init__(
         self,
@@ -175,6 +177,7 @@ class FittedLaplace(ParametricLaplace):
         memory_budget: int | float | str | None = None,
         basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
+        scratch_dir: str | PathLike[str] | None = None,
     ) -> None:
         asked = resolve(
             backend,
@@ -195,6 +198,7 @@ class FittedLaplace(ParametricLaplace):
             memory_budget,
             basis_dtype,
             None if basis_device is None else torch.device(basis_device),
+            scratch_dir,
         )
         layout = member(OutputLayout, "output_layout", output_layout)
         if n_eigenvalues is None:

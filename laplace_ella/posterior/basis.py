@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.support.batches import chunks, has_values
+from laplace_ella.support.disk import tensor_on_disk
 
-__all__ = ["NystromBasis", "RowSketch", "basis_from_rows"]
+__all__ = ["NystromBasis", "RowSketch", "basis_from_rows", "working_numbers"]
 
 #: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
 #: more accurate than the Gram matrix because it does not square the condition number.
@@ -118,6 +120,9 @@ class RowSketch:
         rows in memory, more than `keep`
     keep : int
         rows that survive a full buffer
+    folder : Path, optional
+        where a file is made to hold the rows, instead of memory; they are used a block
+        of columns at a time
     """
 
     def __init__(
@@ -127,11 +132,16 @@ class RowSketch:
         keep: int,
         dtype: torch.dtype,
         device: torch.device,
+        folder: Path | None = None,
     ) -> None:
         if capacity <= keep:
             raise ValueError(f"capacity={capacity} must exceed keep={keep}.")
         self.numels = tuple(numels)
-        self.buffer = torch.empty(capacity, sum(numels), dtype=dtype, device=device)
+        shape = (capacity, sum(numels))
+        if folder is None:
+            self.buffer = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            self.buffer = tensor_on_disk(shape, dtype, folder)
         self.keep = keep
         self.filled = 0
         self.n_samples = 0
@@ -300,10 +310,21 @@ def orthonormalize_(directions: torch.Tensor) -> None:
     _multiply(inverse, directions, out=directions)
 
 
+def _width(n_rows: int) -> int:
+    """Columns of a product that are computed at once."""
+    return max(1024, min(GRAM_WIDTH, PRODUCT // max(1, n_rows)))
+
+
+def working_numbers(n_rows: int, n_columns: int) -> int:
+    """Numbers that a decomposition of so many rows takes besides them and their Gram
+    matrix: a block of columns in float64, or of a product."""
+    return n_rows * min(n_columns, max(GRAM_WIDTH // 8, _width(n_rows)))
+
+
 def _multiply(matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """matrix @ rows into the first rows of `out`, which may be `rows` itself."""
     matrix = matrix.to(rows.dtype)
-    width = max(1024, min(GRAM_WIDTH, PRODUCT // max(1, len(matrix))))
+    width = _width(len(matrix))
     room = rows.new_empty(len(matrix) * min(width, rows.shape[1]))
     for columns in chunks(rows.shape[1], width):
         out[: len(matrix), columns] = _product(matrix, rows[:, columns], room)
