@@ -351,14 +351,13 @@ or None, default=None
                 "method='gridsearch' compares predictions on validation data: pass "
                 "val_loader=, or use method='marglik'."
             )
-        observation = self._observation
-        observation.check_link(link_approx)
+        self._check_link(link_approx)
         if not isinstance(data, FeatureCache):
             data = self._cache(posterior, data, progress_bar)
         return Validator(
             self._served(data, posterior),
             loss,
-            observation,
+            self._observation,
             link_approx,
             n_samples,
             self._fresh_generator,

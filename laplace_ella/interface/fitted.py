@@ -48,6 +48,7 @@ from laplace_ella.support.checks import (
     positive_int,
 )
 from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.links import Link
 from laplace_ella.support.preserve import undisturbed
 from laplace_ella.support.presets import PAPER
 
@@ -514,6 +515,13 @@ class FittedLaplace(ParametricLaplace):
             self.softmax_temperature,
             self.top_outputs,
         )
+
+    def _check_link(self, link_approx: Link) -> None:
+        """Refuse a link that is not for the predictions of this posterior."""
+        n_channels = None
+        if self.fitted is not None:
+            n_channels = self.output_layout.of(self.fitted.output_shape).n_channels
+        self._observation.check_link(link_approx, n_channels)
 
     @property
     def fitter(self) -> Fitter:

@@ -103,7 +103,7 @@ class PredictingLaplace(FittedLaplace):
                 "pred_type='nn' samples weights, so it needs link_approx='mc', got "
                 f"link_approx={link_approx.value!r}."
             )
-        self._observation.check_link(link_approx)
+        self._check_link(link_approx)
         positive_int("n_samples", n_samples)
         regression = self._family.is_regression or (
             self.likelihood == Likelihood.REWARD_MODELING and not fitting
@@ -183,7 +183,7 @@ class PredictingLaplace(FittedLaplace):
         models with outputs at many positions, one row per position.
         """
         link_approx = member(Link, "link_approx", link_approx)
-        self._observation.check_link(link_approx)
+        self._check_link(link_approx)
         positive_int("n_samples", n_samples)
         check_generator(generator, self._device)
         generator = generator or self._fresh_generator()
