@@ -27,7 +27,7 @@ from common.runs import Results, arguments, environment, markdown, start, stopwa
 from laplace import Laplace
 
 #: Data (one output each) and parameters; gradients are in float64.
-SIZES = ((500, 5e5), (1000, 1e6))
+SIZES = ((500, 5e5),)
 SMOKE = ((40, 2e4),)
 INPUTS = 200
 
