@@ -180,5 +180,7 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     size = tensor.numel() * tensor.element_size()
     if tensor.untyped_storage().nbytes() == size:
         return tensor
+    if not size:
+        return tensor.clone()
     flat = tensor.flatten().view(torch.uint8).numpy()
     return torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape)

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from laplace_ella.support.batches import split_batch, to_device
 
-__all__ = ["Rest", "loader_batches"]
+__all__ = ["Rest", "loader_batches", "with_bar"]
 
 
 def loader_batches(
@@ -26,11 +26,28 @@ def loader_batches(
     The bar estimates the time that is left from the first batch on, and starts where a
     pass goes on; of loaders without a length it counts.
     """
-    taken = loader.n_batches if isinstance(loader, Rest) else 0
-    hidden = not progress_bar
-    for batch in tqdm(loader, desc=description, disable=hidden, initial=taken):
+    for batch in with_bar(loader, description, progress_bar):
         x, y = split_batch(batch, dict_key_y)
         yield to_device(x, device), y
+
+
+def with_bar(
+    loader: Iterable[Any], description: str = "", progress_bar: bool = False
+) -> Iterable[Any]:
+    """The batches of one pass over a loader, with a progress bar if it is wanted."""
+    try:
+        total = len(loader)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        total = None
+    # An iterator, because tqdm asks for one twice: of a loader it would start the
+    # workers twice, and draw two seeds.
+    return tqdm(
+        iter(loader),
+        description,
+        total,
+        disable=not progress_bar,
+        initial=loader.n_batches if isinstance(loader, Rest) else 0,
+    )
 
 
 class Rest:
