@@ -16,6 +16,7 @@ from laplace_ella.diagnostics.uncertainty import Uncertainty, decompose
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.errors import (
     BorderWarning,
+    CheckpointWarning,
     InsufficientMemoryError,
     NotDifferentiableError,
     NotFittedError,
@@ -24,6 +25,7 @@ from laplace_ella.errors import (
     SoftmaxWarning,
     UnsupportedLayerError,
 )
+from laplace_ella.fitting.journal import Checkpoint
 from laplace_ella.fitting.memory import MemoryEstimate
 from laplace_ella.fitting.stopping import EarlyStopping, augmented_validation
 from laplace_ella.last_layer import ELLALLLaplace
@@ -47,6 +49,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "ELLALaplace",
     # Their settings
     "PAPER",
+    "Checkpoint",
     "Complement",
     "ComputeOptions",
     "EarlyStopping",
@@ -79,6 +82,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "diagnose",
     # Errors and warnings
     "BorderWarning",
+    "CheckpointWarning",
     "InsufficientMemoryError",
     "NotDifferentiableError",
     "NotFittedError",

@@ -9,6 +9,7 @@ differentiates.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,10 @@ from laplace.utils.enums import (
 from torch.utils.data import DataLoader
 
 from laplace_ella.fitting.data import TrainingData, check_data, training_data
+from laplace_ella.fitting.identity import identity_of_fit
+from laplace_ella.fitting.journal import Checkpoint
 from laplace_ella.fitting.memory import MemoryEstimate
+from laplace_ella.fitting.progress import Progress
 from laplace_ella.fitting.stopping import EarlyStopping, check_stopping
 from laplace_ella.interface.predicting import PredictingLaplace
 from laplace_ella.posterior.fit import Fit, Sums
@@ -195,6 +199,7 @@ or None, default=None
         early_stopping: EarlyStopping | bool | None = None,
         balanced: bool | None = None,
         max_data: int | None = None,
+        checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     ) -> None:
         """Fit the posterior: sample the basis, then add up the curvature.
 
@@ -218,31 +223,44 @@ or None, default=None
         max_data : int, optional
             use the first so many examples of the loader, all by default. Of a data set
             with indices the basis is drawn from all
+        checkpoint : Checkpoint, str or path-like, optional
+            a file in which progress is kept as the fit goes on. The same call after a
+            crash continues with the result of an undisturbed run; after the end it
+            returns the complete fit at once. The file of another fit is refused.
+            Delete it to start over
         """
         balanced = self._check_balanced(train_loader, balanced)
         stopping = check_stopping(early_stopping, val_loader)
+        checkpoint = Checkpoint.of(checkpoint)
         loaders = [train_loader] if val_loader is None else [train_loader, val_loader]
         with self._undisturbed(*loaders), self._all_or_nothing():
+            progress = Progress(checkpoint, self._device, loaders)
             data = self._training_data(train_loader, max_data, progress_bar)
-            if override or self.fitted is None:
-                start = self._without_data(data, balanced, progress_bar)
-            else:
-                start = self.fitted
-            validator = posterior = None
-            if val_loader is not None:
-                plan = stopping or EarlyStopping()
-                posterior = self._posterior_of(start)
-                validator = self._validator(
-                    posterior,
+            self._know_parameters(data)
+            start = None if override else self.fitted
+            if checkpoint is not None:
+                identity = identity_of_fit(
+                    self.fitter,
+                    {**self._described(), "balanced": balanced, "max_data": max_data},
+                    (train_loader, data),
+                    start,
                     val_loader,
-                    plan.loss,
-                    plan.link_approx,
-                    plan.n_samples,
-                    progress_bar,
+                    stopping,
+                    self.prior_precision,
                 )
-            fit = self.fitter.add_up(
-                data, start, progress_bar, validator, posterior, stopping
-            )
+                progress.check(identity, self._linearizer)
+            mean, home = self._linearizer.fn.flat(), self.fitter.home
+            fit = progress.finished(mean, home)
+            if fit is None:
+                if start is None:
+                    start = progress.started(mean, home)
+                if start is None:
+                    start = self._without_data(data, balanced, progress_bar, progress)
+                progress.begin_adding(start)
+                fit = self._with_data(
+                    data, start, progress_bar, val_loader, stopping, progress
+                )
+                progress.finish(fit)
         self._adopt(fit)
 
     def fit_basis(
@@ -251,16 +269,30 @@ or None, default=None
         progress_bar: bool = False,
         balanced: bool | None = None,
         max_data: int | None = None,
+        checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     ) -> None:
         """Sample the directions, and no data yet.
 
         The posterior is the prior on them; `fit(..., override=False)` or
-        `fit_features` adds data.
+        `fit_features` adds data. The parameters are those of `fit`.
         """
         balanced = self._check_balanced(train_loader, balanced)
+        checkpoint = Checkpoint.of(checkpoint)
         with self._undisturbed(train_loader), self._all_or_nothing():
+            progress = Progress(checkpoint, self._device, [train_loader])
             data = self._training_data(train_loader, max_data, progress_bar)
-            fit = self._without_data(data, balanced, progress_bar)
+            self._know_parameters(data)
+            if checkpoint is not None:
+                asked = {"balanced": balanced, "max_data": max_data, "fit": "fit_basis"}
+                identity = identity_of_fit(
+                    self.fitter, {**self._described(), **asked}, (train_loader, data)
+                )
+                progress.check(identity, self._linearizer)
+            mean, home = self._linearizer.fn.flat(), self.fitter.home
+            fit = progress.finished(mean, home)
+            if fit is None:
+                fit = self._without_data(data, balanced, progress_bar, progress)
+                progress.finish(fit)
         self._adopt(fit)
 
     def fit_features(self, cache: FeatureCache, override: bool = True) -> None:
@@ -296,11 +328,44 @@ or None, default=None
         """The data of a loader as a fit sees them."""
         return training_data(train_loader, self.dict_key_x, max_data, progress_bar)
 
+    def _know_parameters(self, data: TrainingData) -> None:
+        """Find out which parameters get a posterior, where data must tell."""
+
     def _without_data(
-        self, data: TrainingData, balanced: bool, progress_bar: bool
+        self,
+        data: TrainingData,
+        balanced: bool,
+        progress_bar: bool,
+        progress: Progress,
     ) -> Fit:
         """A new basis, and sums of nothing."""
-        return self.fitter.sample_basis(data, balanced, progress_bar)
+        return self.fitter.sample_basis(data, balanced, progress_bar, progress)
+
+    def _with_data(
+        self,
+        data: TrainingData,
+        start: Fit,
+        progress_bar: bool,
+        val_loader: Any,
+        stopping: EarlyStopping | None,
+        progress: Progress,
+    ) -> Fit:
+        """The fit with data added to it, validated if there is something to do so."""
+        validator = posterior = None
+        if val_loader is not None:
+            plan = stopping or EarlyStopping()
+            posterior = self._posterior_of(start)
+            validator = self._validator(
+                posterior,
+                val_loader,
+                plan.loss,
+                plan.link_approx,
+                plan.n_samples,
+                progress_bar,
+            )
+        return self.fitter.add_up(
+            data, start, progress_bar, validator, posterior, stopping, progress
+        )
 
     def _check_balanced(self, train_loader: Any, balanced: bool | None) -> bool:
         """Refuse what cannot work, before anything is computed."""

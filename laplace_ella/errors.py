@@ -9,6 +9,7 @@ from pathlib import Path
 
 __all__ = [
     "BorderWarning",
+    "CheckpointWarning",
     "InsufficientMemoryError",
     "NotDifferentiableError",
     "NotFittedError",
@@ -74,6 +75,11 @@ class RankWarning(UserWarning):
 
 class BorderWarning(UserWarning):
     """A search ended at the border of its range; the message has the value."""
+
+
+class CheckpointWarning(UserWarning):
+    """The progress of a fit could not be saved, or could not be used as it is; the
+    message has the cause."""
 
 
 class NumericalWarning(UserWarning):

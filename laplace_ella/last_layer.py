@@ -19,7 +19,6 @@ from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.fitting.data import TrainingData, check_data
 from laplace_ella.fitting.memory import MemoryEstimate
-from laplace_ella.posterior.fit import Fit
 from laplace_ella.posterior.outside import Complement, EvidenceOf
 from laplace_ella.support.layout import OutputLayout
 
@@ -154,19 +153,13 @@ class ELLALLLaplace(ELLALaplace):
         self.last_layer_name = name
         self._restrict(names, *self._asked_prior)
 
-    def _without_data(
-        self, data: TrainingData, balanced: bool, progress_bar: bool
-    ) -> Fit:
-        self._find_last_layer(data)
-        return super()._without_data(data, balanced, progress_bar)
-
     def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
         check_data(train_loader)
         with self._undisturbed(train_loader):
-            self._find_last_layer(self._training_data(train_loader))
+            self._know_parameters(self._training_data(train_loader))
         return super().estimate_memory(train_loader)
 
-    def _find_last_layer(self, data: TrainingData) -> None:
+    def _know_parameters(self, data: TrainingData) -> None:
         """Find the last layer by a forward pass, if it is not known yet."""
         if self.last_layer_name is not None:
             return

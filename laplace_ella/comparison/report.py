@@ -16,7 +16,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -33,6 +32,7 @@ from laplace_ella.comparison.results import (
     column_names,
     differences,
 )
+from laplace_ella.support.files import replace_file
 
 __all__ = ["OK", "Difference", "Report", "Result", "Row"]
 
@@ -278,14 +278,8 @@ class Report:
         """Write the report as JSON, replacing the file only when it is complete."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(_as_json(self.to_dict()))
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        text = _as_json(self.to_dict()).encode()
+        replace_file(path, lambda file: file.write(text))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:

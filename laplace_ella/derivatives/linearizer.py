@@ -221,6 +221,39 @@ class Linearizer:
         if modes.jacobians is not None:
             self._jacobian_modes[autocast] = modes.jacobians
 
+    def decisions(self) -> dict[str, Any]:
+        """All that was decided, in every precision, in plain types: work that goes on
+        elsewhere rounds as it did here."""
+        asked = self.options.feature_mode, self.options.row_mode
+        return {
+            "asked": [mode.value for mode in asked],
+            "features": [
+                [*key, mode.value, together]
+                for key, (mode, together) in self._feature_modes.items()
+            ],
+            "rows": [[key, mode.value] for key, mode in self._row_modes.items()],
+            "jacobians": [
+                [key, mode.value] for key, mode in self._jacobian_modes.items()
+            ],
+            "in_dtypes": {
+                str(dtype).removeprefix("torch."): other.decisions()
+                for dtype, other in self._in_dtypes.items()
+            },
+        }
+
+    def adopt_decisions(self, decisions: Mapping[str, Any]) -> None:
+        """Take over what `decisions` returned, unless something else is asked for."""
+        asked = self.options.feature_mode, self.options.row_mode
+        if decisions["asked"] == [mode.value for mode in asked]:
+            for *key, mode, together in decisions["features"]:
+                self._feature_modes[tuple(key)] = FeatureMode(mode), together
+            self._row_modes |= {key: RowMode(mode) for key, mode in decisions["rows"]}
+            self._jacobian_modes |= {
+                key: RowMode(mode) for key, mode in decisions["jacobians"]
+            }
+        for dtype, others in decisions["in_dtypes"].items():
+            self.in_dtype(getattr(torch, dtype)).adopt_decisions(others)
+
     # Outputs
 
     def outputs(self, x: Any) -> tuple[torch.Tensor, Positions]:

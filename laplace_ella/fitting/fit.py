@@ -32,6 +32,7 @@ from laplace_ella.fitting.memory import (
     sketch_sizes,
     too_large_for_exact,
 )
+from laplace_ella.fitting.progress import Added, Evaluations, Progress, Sampled
 from laplace_ella.fitting.sampling import Pairs
 from laplace_ella.fitting.stopping import EarlyStopping
 from laplace_ella.posterior import likelihood
@@ -43,8 +44,9 @@ from laplace_ella.posterior.outside import Complement
 from laplace_ella.posterior.subspace import UNKNOWN_SPAN, SubspacePosterior
 from laplace_ella.support.batches import batch_size, has_values, take
 from laplace_ella.support.checks import check_finite, positive_int
+from laplace_ella.support.fingerprint import digest
 from laplace_ella.support.layout import Positions
-from laplace_ella.support.loaders import loader_batches
+from laplace_ella.support.loaders import Rest, loader_batches
 from laplace_ella.support.resources import budget_of
 from laplace_ella.support.span import Sketch
 from laplace_ella.tuning.cache import FeatureCache
@@ -72,6 +74,9 @@ FEW_OTHERS = 256
 MOST_PAIRS = 10**9
 
 SAMPLING = "while sampling the basis"
+
+#: Of fits that keep none.
+NO_RECORD = Progress()
 
 NO_BATCH = "The loader yielded no batch; ELLA needs at least one example."
 
@@ -186,24 +191,37 @@ class Fitter:
     # The basis
 
     def sample_basis(
-        self, data: TrainingData, balanced: bool = False, progress_bar: bool = False
+        self,
+        data: TrainingData,
+        balanced: bool = False,
+        progress_bar: bool = False,
+        progress: Progress = NO_RECORD,
     ) -> Fit:
         """A fit without data: draw M pairs (x, i), or take all, and compute the
-        directions of their gradients."""
+        directions of their gradients; from where `progress` got to."""
         probe = self.first_look(data, getattr(data.whole(), "batch_size", None))
         n_outputs = math.prod(probe.output_shape)
         rng = np.random.default_rng(self.plan.seed)
         data = data.counted(n_outputs, self._most_pairs(probe), rng)
         n_pairs = (data.n_examples or 0) * n_outputs
-        exact = self.takes_all(probe, n_pairs)
-        fitter = self._in_double(data, n_pairs) if exact else self
+        done = progress.sampled(n_pairs, self.home)
+        if done is None:
+            exact = self.takes_all(probe, n_pairs)
+            fitter = self._in_double(data, n_pairs) if exact else self
+        else:  # what is free now may be other than it was
+            exact = done.exact
+            linearizer = self.linearizer.in_dtype(done.dtype)
+            fitter = dataclasses.replace(self, linearizer=linearizer)
         pairs = data.draw(
             n_outputs,
             n_pairs if exact else self.plan.subsample_size,
             rng,
             self.dict_key_y if balanced and not exact else None,
         )
-        gathered = fitter._room(probe, n_pairs, len(pairs[0]), exact)
+        if done is None:
+            gathered = fitter._room(probe, n_pairs, len(pairs[0]), exact)
+            done = Sampled(gathered, 0, exact, fitter.linearizer.dtype, n_pairs)
+        gathered = done.gathered
         gradients = functools.partial(
             fitter._gradients,
             data,
@@ -211,13 +229,18 @@ class Fitter:
             gathered.rows.capacity,
             progress_bar,
         )
-        finite: list[torch.Tensor] = []
-        for batch in gradients("[Sampling gradients]", pairs):
+        progress.begin_sampling()
+        finite = [torch.isfinite(gathered.rows.energy)] * done.n_batches
+        for batch in gradients("[Sampling gradients]", pairs, done):
             for some in batch:
                 add_rows(gathered, some, finite)
                 del some  # before the next ones are computed
             # The sum of all squares is finite as long as all rows are.
             finite.append(torch.isfinite(gathered.rows.energy))
+            if progress.due():
+                check_finite(finite, "gradients", SAMPLING)
+                sampled = dataclasses.replace(done, n_batches=len(finite))
+                progress.save_sampled(sampled)
         check_finite(finite, "gradients", SAMPLING)
         basis = self._finish_basis(gathered.rows, exact)
         span = gathered.span(basis)
@@ -357,15 +380,20 @@ class Fitter:
         progress_bar: bool,
         description: str,
         pairs: Pairs,
+        done: Sampled | None = None,
     ) -> Iterator[Iterator[torch.Tensor]]:
         """The gradients of pairs, batch by batch, a few rows at a time, where the
-        directions stay."""
+        directions stay; without those of the batches that are `done`."""
         linearizer, device = self.linearizer, self.linearizer.device
         n_outputs = math.prod(positions.output_shape)
         examples, outputs = pairs
         used, where = np.unique(examples, return_inverse=True)
-        seen = 0
-        for x, _ in self.batches(data.chosen(used), description, progress_bar):
+        seen, loader = 0, data.chosen(used)
+        if done is not None and done.n_batches:
+            loader = Rest(loader, done.n_batches)
+            # Pairs are sorted by example, and every example has one at least.
+            seen = int(where[done.gathered.rows.n_samples - 1]) + 1
+        for x, _ in self.batches(loader, description, progress_bar):
             size = batch_size(x, linearizer.dict_key_x)
             if positions.shape:
                 shape = linearizer.probe(x).output_shape
@@ -499,21 +527,25 @@ class Fitter:
         validator: Validator | None = None,
         posterior: SubspacePosterior | None = None,
         stopping: EarlyStopping | None = None,
+        progress: Progress = NO_RECORD,
     ) -> Fit:
-        """The fit with the data added to its sums.
+        """The fit with the data added to its sums, from where `progress` got to.
 
         With a `validator` the loss of `posterior`, with the sums so far as its
         curvature, is recorded as data are added; with `stopping` the sums are those of
         the best value.
         """
         plan = stopping or EarlyStopping()
+        loader, done = progress.take_up(data.whole(), start, self.dict_key_y)
+        running_sums = functools.partial(
+            self._running_sums, loader, start, progress_bar, done, progress
+        )
         if validator is None or posterior is None:
-            (sums,) = self._running_sums(data, start, progress_bar)
+            (sums,) = running_sums()
             return dataclasses.replace(start, sums=sums, history=())
-        history: list[dict[str, float]] = []
-        best: tuple[float, Sums] | None = None
-        sums, waited = start.sums, 0
-        for sums in self._running_sums(data, start, progress_bar, plan.checkpoints()):
+        sums, before = done.sums, done.evaluations
+        history, best, waited = list(before.history), before.best, before.waited
+        for sums in running_sums(plan.checkpoints()):
             H, _ = self.observation.weigh(sums.H)
             tail = dataclasses.replace(start, sums=sums).tail
             value = validator.score(posterior.with_(H=H, tail=tail))
@@ -524,6 +556,7 @@ class Fitter:
                 best, waited = (signed, sums), 0
             else:
                 waited += 1
+            progress.evaluated(Evaluations(tuple(history), best, waited))
             if stopping is not None and waited >= plan.patience:
                 break
         if stopping is not None and best is not None:
@@ -538,20 +571,27 @@ class Fitter:
 
     def _running_sums(
         self,
-        data: TrainingData,
+        loader: Any,
         start: Fit,
         progress_bar: bool,
+        done: Added,
+        progress: Progress,
         checkpoints: Iterator[int] | None = None,
     ) -> Iterator[Sums]:
         """The sums after as many new examples as each checkpoint says, and at the end.
 
         A batch that a checkpoint divides is linearised once and added in parts.
         """
-        sums, seen, finite, current = start.sums, 0, [], True
+        sums, seen, current = done.sums, done.n_examples, done.evaluated
+        finite = [torch.isfinite(sums.loss).all()] * done.n_batches
         generator = self.fresh_generator()
-        due: float = math.inf if checkpoints is None else next(checkpoints)
-        for x, y in self.batches(data.whole(), "[Computing Hessian]", progress_bar):
-            f, psi, y = self._curvature_root(x, y, start, generator)
+        if generator is not None and done.generator is not None:
+            generator.set_state(done.generator)
+        due: float = math.inf
+        if checkpoints is not None:
+            due = next(n for n in checkpoints if n > seen)
+        for x, targets in self.batches(loader, "[Computing Hessian]", progress_bar):
+            f, psi, y = self._curvature_root(x, targets, start, generator)
             finite.append(torch.isfinite(f).all() & torch.isfinite(psi).all())
             first = 0
             while first < len(f):
@@ -562,6 +602,13 @@ class Fitter:
                     check_finite(finite, "outputs or derivatives", "of the data")
                     yield sums
                     due, current = next(checkpoints), True
+            if progress.due():
+                check_finite(finite, "outputs or derivatives", "of the data")
+                state = None if generator is None else generator.get_state()
+                last = digest(targets)
+                progress.save_added(
+                    Added(sums, seen, len(finite), current, state, last)
+                )
         if seen == 0:
             raise ValueError(NO_BATCH)
         if not current:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from laplace_ella.posterior.basis import NystromBasis, RowSketch
 from laplace_ella.support.span import Sketch, Span
 
-__all__ = ["Gathered"]
+__all__ = ["Gathered", "gathered_from_state", "state_of_gathered"]
 
 
 @dataclass(frozen=True)
@@ -53,3 +55,51 @@ class Gathered:
         assert basis.tail is not None  # all rows were kept
         eigenvalues = torch.cat([basis.eigenvalues, basis.tail])
         return Span.of(self.groups.basis(None).directions, self.sketch, eigenvalues)
+
+
+# In tensors and plain types
+
+
+def state_of_gathered(gathered: Gathered) -> dict[str, Any]:
+    """What is needed to go on; the rows are those in memory, not copies."""
+    sketch, groups = gathered.sketch, gathered.groups
+    return {
+        "rows": _state_of_rows(gathered.rows),
+        "groups": None if groups is None else _state_of_rows(groups),
+        "signs": None if sketch is None else sketch.signs,
+        "size": None if sketch is None else sketch.size,
+    }
+
+
+def gathered_from_state(state: Mapping[str, Any], home: torch.device) -> Gathered:
+    """The inverse, with the rows kept on `home`."""
+    rows = _rows_from_state(state["rows"], home)
+    if state["groups"] is None:
+        return Gathered(rows)
+    signs = state["signs"]
+    sketch = Sketch(None if signs is None else signs.clone().to(home), state["size"])
+    return Gathered(rows, sketch, _rows_from_state(state["groups"], home))
+
+
+def _state_of_rows(sketch: RowSketch) -> dict[str, Any]:
+    return {
+        "numels": sketch.numels,
+        "capacity": sketch.capacity,
+        "keep": sketch.keep,
+        "filled": sketch.buffer[: sketch.filled],
+        "n_samples": sketch.n_samples,
+        "compressed": sketch.compressed,
+        "energy": sketch.energy,
+    }
+
+
+def _rows_from_state(state: Mapping[str, Any], home: torch.device) -> RowSketch:
+    filled = state["filled"]
+    sketch = RowSketch(
+        state["numels"], state["capacity"], state["keep"], filled.dtype, home
+    )
+    sketch.buffer[: len(filled)] = filled
+    sketch.filled, sketch.n_samples = len(filled), state["n_samples"]
+    sketch.compressed = state["compressed"]
+    sketch.energy = state["energy"].clone().to(home)
+    return sketch

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
 from laplace_ella.fitting.sampling import Pairs
 from laplace_ella.support.batches import Batch, map_tensors
+from laplace_ella.support.loaders import with_bar
 
 __all__ = ["Reservoir", "Stream"]
 
@@ -123,8 +123,7 @@ class Stream:
     def counted(self, n_outputs: int, n_pairs: int, rng: np.random.Generator) -> Stream:
         """Read the stream once."""
         reservoir = Reservoir(n_outputs, n_pairs, rng)
-        hidden = not self.progress_bar
-        for raw in tqdm(self.loader, desc="[Reading the stream]", disable=hidden):
+        for raw in with_bar(self.loader, "[Reading the stream]", self.progress_bar):
             reservoir.add(Batch.of(raw, self.dict_key_x))
         reservoir.prune()
         if reservoir.n_examples == 0:
