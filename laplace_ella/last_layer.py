@@ -18,6 +18,7 @@ from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.fitting.data import TrainingData, check_data
 from laplace_ella.fitting.memory import MemoryEstimate
+from laplace_ella.interface.joint import jointly
 from laplace_ella.posterior.fit import Fit
 from laplace_ella.posterior.outside import Complement, EvidenceOf
 from laplace_ella.support.layout import OutputLayout
@@ -79,6 +80,7 @@ class ELLALLLaplace(ELLALaplace):
         memory_budget: int | float | str | None = None,
         basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
+        distributed: bool | None = None,
     ) -> None:
         if asdl_fisher_kwargs is not None:
             raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
@@ -112,6 +114,7 @@ class ELLALLLaplace(ELLALaplace):
             memory_budget=memory_budget,
             basis_dtype=basis_dtype,
             basis_device=basis_device,
+            distributed=distributed,
         )
         self.feature_reduction = feature_reduction
         self._last_layer_name = last_layer_name
@@ -157,6 +160,7 @@ class ELLALLLaplace(ELLALaplace):
         self._find_last_layer(data)
         return super()._without_data(data, balanced, progress_bar)
 
+    @jointly("train_loader")
     def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
         check_data(train_loader)
         with self._undisturbed(train_loader):

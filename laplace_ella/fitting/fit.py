@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,12 @@ from laplace_ella.derivatives.probe import Probe
 from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
 from laplace_ella.fitting.data import TrainingData
 from laplace_ella.fitting.gathering import Gathered
+from laplace_ella.fitting.joint import (
+    common_budget,
+    common_probe,
+    joint_sums,
+    own_generator,
+)
 from laplace_ella.fitting.memory import (
     MemoryEstimate,
     check_memory,
@@ -31,6 +37,7 @@ from laplace_ella.fitting.memory import (
     too_large_for_exact,
 )
 from laplace_ella.fitting.sampling import Pairs
+from laplace_ella.fitting.shared import SharedData
 from laplace_ella.fitting.stopping import EarlyStopping
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.basis import NystromBasis, RowSketch
@@ -38,9 +45,11 @@ from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.outside import Complement
+from laplace_ella.posterior.shared_basis import SharedRowSketch
 from laplace_ella.posterior.subspace import UNKNOWN_SPAN, SubspacePosterior
 from laplace_ella.support.batches import batch_size, has_values, take
 from laplace_ella.support.checks import check_finite, positive_int
+from laplace_ella.support.collective import ALONE, Collective
 from laplace_ella.support.layout import Positions
 from laplace_ella.support.loaders import loader_batches
 from laplace_ella.support.resources import budget_of
@@ -132,6 +141,10 @@ class Fitter:
         a generator on the model's device, always in the same state
     complement : Complement or float, optional
         what was asked for; None leaves it to the fit
+    collective : Collective
+        the processes that fit together
+    agreed_budget : int, optional
+        bytes that each of them may use
     """
 
     linearizer: Linearizer
@@ -142,6 +155,16 @@ class Fitter:
     dict_key_y: str
     fresh_generator: Callable[[], torch.Generator | None]
     complement: Complement | float | None = None
+    collective: Collective = ALONE
+    agreed_budget: int | None = None
+
+    def agreed(self) -> Fitter:
+        """The same with a memory budget that is that of all processes."""
+        if self.collective.alone:
+            return self
+        asked = self.linearizer.options.memory_budget
+        budget = common_budget(self.collective, self.home, asked)
+        return dataclasses.replace(self, agreed_budget=budget)
 
     @property
     def home(self) -> torch.device:
@@ -151,8 +174,9 @@ class Fitter:
     def batches(
         self, loader: Any, description: str = "", progress_bar: bool = False
     ) -> Iterator[tuple[Any, torch.Tensor]]:
+        shown = progress_bar and self.collective.rank == 0
         return loader_batches(
-            loader, self.linearizer.device, self.dict_key_y, description, progress_bar
+            loader, self.linearizer.device, self.dict_key_y, description, shown
         )
 
     # A first look
@@ -189,6 +213,7 @@ class Fitter:
         """A fit without data: draw M pairs (x, i), or take all, and compute the
         directions of their gradients."""
         probe = self.first_look(data, getattr(data.whole(), "batch_size", None))
+        probe = common_probe(self.collective, probe)
         n_outputs = math.prod(probe.output_shape)
         rng = np.random.default_rng(self.plan.seed)
         data = data.counted(n_outputs, self._most_pairs(probe), rng)
@@ -201,7 +226,8 @@ class Fitter:
             rng,
             self.dict_key_y if balanced and not exact else None,
         )
-        gathered = fitter._room(probe, n_pairs, len(pairs[0]), exact)
+        n_own = len(data.own(pairs)[0])
+        gathered = fitter._room(probe, n_pairs, len(pairs[0]), exact, n_own)
         gradients = functools.partial(
             fitter._gradients,
             data,
@@ -229,7 +255,8 @@ class Fitter:
                     for batch in gradients("[Other gradients]", others)
                     for some in batch
                 ]
-                span = span.compared_with(torch.cat(norms))
+                norms = self.collective.concatenated("other gradients", norms)
+                span = span.compared_with(norms)
         if exact:
             logger.info(
                 "exact linearised Laplace: all %d gradients, rank %d, in %s",
@@ -253,10 +280,11 @@ class Fitter:
         )
 
     def _room(
-        self, probe: Probe, n_pairs: int, n_samples: int, exact: bool
+        self, probe: Probe, n_pairs: int, n_samples: int, exact: bool, n_own: int
     ) -> Gathered:
-        """Where so many of the gradients of all pairs are gathered, or a summary of
-        them, and what their span is known by, where it is kept."""
+        """Where so many of the gradients of all pairs are gathered, those of this
+        process, or a summary of them, and what their span is known by, where it is
+        kept."""
         fn = self.linearizer.fn
         if exact:
             capacity, keep = n_pairs + 1, n_pairs
@@ -265,10 +293,14 @@ class Fitter:
             check_memory(memory, self.home)
             logger.info("basis: %s\n%s", memory.method, memory)
             capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
-        rows = RowSketch(fn.numels(), capacity, keep, fn.dtype, self.home)
+        room = fn.numels(), capacity, keep, fn.dtype, self.home
+        if self.collective.alone:
+            rows = RowSketch(*room)
+        else:
+            rows = SharedRowSketch(self.collective, n_own, *room)
         if not exact and self._keeps_span and capacity > n_samples:
             sketch = Sketch.of(sum(fn.numels()), n_samples, self.plan.seed, self.home)
-            return Gathered.with_span(rows, sketch, n_samples)
+            return Gathered.with_span(rows, sketch, n_own)
         if not exact and self.complement is Complement.MATCHED:
             raise ValueError(UNKNOWN_SPAN)
         return Gathered(rows)
@@ -352,7 +384,7 @@ class Fitter:
         directions stay."""
         linearizer, device = self.linearizer, self.linearizer.device
         n_outputs = math.prod(positions.output_shape)
-        examples, outputs = pairs
+        examples, outputs = data.own(pairs)
         used, where = np.unique(examples, return_inverse=True)
         seen = 0
         for x, _ in self.batches(data.chosen(used), description, progress_bar):
@@ -410,6 +442,7 @@ class Fitter:
                 self._pass_bytes(probe, rank, n_samples) + span_bytes,
                 self.budget,
                 None if options.basis_dtype is None else options.basis_dtype.itemsize,
+                self.collective.size,
             )
 
         memory = with_span(self._span_bytes(n_samples))
@@ -444,11 +477,14 @@ class Fitter:
             itemsize or self.linearizer.dtype.itemsize,
             self._pass_bytes(probe, min(n_pairs, P), n_pairs),
             self.budget,
+            self.collective.size,
         )
 
     @property
     def budget(self) -> int:
         """Bytes that a fit may use where its directions are."""
+        if self.agreed_budget is not None:
+            return self.agreed_budget
         return budget_of(self.home, self.linearizer.options.memory_budget)
 
     def _span_bytes(self, n_samples: int) -> int:
@@ -483,15 +519,16 @@ class Fitter:
         """
         plan = stopping or EarlyStopping()
         if validator is None or posterior is None:
-            (sums,) = self._running_sums(data, start, progress_bar)
+            (sums,) = self._all_sums(data, start, progress_bar)
             return dataclasses.replace(start, sums=sums, history=())
         history: list[dict[str, float]] = []
         best: tuple[float, Sums] | None = None
         sums, waited = start.sums, 0
-        for sums in self._running_sums(data, start, progress_bar, plan.checkpoints()):
+        for sums in self._all_sums(data, start, progress_bar, plan.checkpoints()):
             H, _ = self.observation.weigh(sums.H)
             tail = dataclasses.replace(start, sums=sums).tail
             value = validator.score(posterior.with_(H=H, tail=tail))
+            value = self.collective.first("validation loss", value)
             history.append({"n_data": sums.n_data, "loss": value})
             signed = -value if plan.maximize else value
             signed = math.inf if math.isnan(value) else signed
@@ -511,19 +548,37 @@ class Fitter:
             sums = best[1]
         return dataclasses.replace(start, sums=sums, history=tuple(history))
 
-    def _running_sums(
+    def _all_sums(
         self,
         data: TrainingData,
         start: Fit,
         progress_bar: bool,
         checkpoints: Iterator[int] | None = None,
     ) -> Iterator[Sums]:
+        """The running sums over the data of all processes."""
+        if self.collective.alone:
+            return self._running_sums(data, start, progress_bar, checkpoints)
+        return joint_sums(
+            self.collective,
+            cast(SharedData, data),
+            start,
+            lambda fit, due: self._running_sums(data, fit, progress_bar, due),
+            checkpoints,
+        )
+
+    def _running_sums(
+        self,
+        data: TrainingData,
+        start: Fit,
+        progress_bar: bool,
+        checkpoints: Iterator[float] | None = None,
+    ) -> Iterator[Sums]:
         """The sums after as many new examples as each checkpoint says, and at the end.
 
         A batch that a checkpoint divides is linearised once and added in parts.
         """
         sums, seen, finite, current = start.sums, 0, [], True
-        generator = self.fresh_generator()
+        generator = own_generator(self.collective, self.fresh_generator())
         due: float = math.inf if checkpoints is None else next(checkpoints)
         for x, y in self.batches(data.whole(), "[Computing Hessian]", progress_bar):
             f, psi, y = self._curvature_root(x, y, start, generator)
@@ -537,7 +592,7 @@ class Fitter:
                     check_finite(finite, "outputs or derivatives", "of the data")
                     yield sums
                     due, current = next(checkpoints), True
-        if seen == 0:
+        if seen == 0 and self.collective.alone:
             raise ValueError(NO_BATCH)
         if not current:
             check_finite(finite, "outputs or derivatives", "of the data")

@@ -14,7 +14,12 @@ from tqdm.auto import tqdm
 from laplace_ella.fitting.sampling import Pairs
 from laplace_ella.support.batches import Batch, map_tensors
 
-__all__ = ["Reservoir", "Stream"]
+__all__ = ["READ_ONCE", "Reservoir", "Stream"]
+
+READ_ONCE = (
+    "The stream yields no example when it is read again. Pass a loader whose every "
+    "pass starts anew."
+)
 
 
 class Reservoir:
@@ -120,18 +125,19 @@ class Stream:
             if seen >= n:
                 return
 
-    def counted(self, n_outputs: int, n_pairs: int, rng: np.random.Generator) -> Stream:
+    def read(self, n_outputs: int, n_pairs: int, rng: np.random.Generator) -> Reservoir:
         """Read the stream once."""
         reservoir = Reservoir(n_outputs, n_pairs, rng)
         hidden = not self.progress_bar
         for raw in tqdm(self.loader, desc="[Reading the stream]", disable=hidden):
             reservoir.add(Batch.of(raw, self.dict_key_x))
         reservoir.prune()
+        return reservoir
+
+    def counted(self, n_outputs: int, n_pairs: int, rng: np.random.Generator) -> Stream:
+        reservoir = self.read(n_outputs, n_pairs, rng)
         if reservoir.n_examples == 0:
-            raise ValueError(
-                "The stream yields no example when it is read again. Pass a loader "
-                "whose every pass starts anew."
-            )
+            raise ValueError(READ_ONCE)
         return replace(self, reservoir=reservoir)
 
     def draw(
@@ -147,6 +153,9 @@ class Stream:
         self, n_outputs: int, drawn: Pairs, n_samples: int, rng: np.random.Generator
     ) -> Pairs:
         return self._reservoir.sample(len(drawn[0]), len(drawn[0]) + n_samples)
+
+    def own(self, pairs: Pairs) -> Pairs:
+        return pairs
 
     def chosen(self, examples: np.ndarray) -> Iterator[Any]:
         size = 32
