@@ -28,7 +28,9 @@ from laplace_ella.fitting.identity import identity_of_fit
 from laplace_ella.fitting.journal import Checkpoint
 from laplace_ella.fitting.memory import MemoryEstimate
 from laplace_ella.fitting.progress import Progress
+from laplace_ella.fitting.shared import shared_data
 from laplace_ella.fitting.stopping import EarlyStopping, check_stopping
+from laplace_ella.interface.joint import Prediction, joint_predictions, jointly
 from laplace_ella.interface.predicting import PredictingLaplace
 from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.posterior.likelihood import Family
@@ -135,7 +137,7 @@ or None, default=None
     scratch_dir : str or PathLike, optional
         folder for a memory-mapped file with the gradients, and for "exact" with the
         directions, where they do not fit in memory_budget; the directions are then used
-        from the CPU
+        from the CPU. Several processes divide the gradients among them instead
     compile : bool or dict, default=False
         compile the forward-mode pass with `torch.compile`, with these arguments
     output_layout : OutputLayout or str, default="flat"
@@ -157,6 +159,11 @@ or None, default=None
     parameter_names : sequence of str, optional
         names of the parameters that get a posterior, or patterns like "encoder.*"; all
         that require gradients by default
+    distributed : bool, optional
+        whether the processes of `torch.distributed`'s default group fit and tune one
+        posterior, each with its part of the data; by default if there is a group.
+        Methods that take a loader are then to be called in all of them, and give the
+        same in all. False lets each process work alone
 
     Attributes
     ----------
@@ -189,6 +196,7 @@ or None, default=None
 
     # Fitting
 
+    @jointly("train_loader")
     def fit(
         self,
         train_loader: DataLoader,
@@ -232,6 +240,12 @@ or None, default=None
         balanced = self._check_balanced(train_loader, balanced)
         stopping = check_stopping(early_stopping, val_loader)
         checkpoint = Checkpoint.of(checkpoint)
+        if checkpoint is not None and not self.collective.alone:
+            raise ValueError(
+                "checkpoint= is for a fit by one process, and "
+                f"{self.collective.size} fit together here. Leave it out, save "
+                "la.state_dict() after fit_basis(), or pass distributed=False."
+            )
         loaders = [train_loader] if val_loader is None else [train_loader, val_loader]
         with self._undisturbed(*loaders), self._all_or_nothing():
             progress = Progress(checkpoint, self._device, loaders)
@@ -263,6 +277,7 @@ or None, default=None
                 progress.finish(fit)
         self._adopt(fit)
 
+    @jointly("train_loader")
     def fit_basis(
         self,
         train_loader: DataLoader,
@@ -325,7 +340,11 @@ or None, default=None
     def _training_data(
         self, train_loader: Any, max_data: int | None = None, progress_bar: bool = False
     ) -> TrainingData:
-        """The data of a loader as a fit sees them."""
+        """The data of a loader as a fit sees them, those of all processes."""
+        if not self.collective.alone:
+            return shared_data(
+                train_loader, self.collective, self.dict_key_x, max_data, progress_bar
+            )
         return training_data(train_loader, self.dict_key_x, max_data, progress_bar)
 
     def _know_parameters(self, data: TrainingData) -> None:
@@ -339,7 +358,7 @@ or None, default=None
         progress: Progress,
     ) -> Fit:
         """A new basis, and sums of nothing."""
-        return self.fitter.sample_basis(data, balanced, progress_bar, progress)
+        return self.fitter.agreed().sample_basis(data, balanced, progress_bar, progress)
 
     def _with_data(
         self,
@@ -383,11 +402,12 @@ or None, default=None
             )
         return balanced
 
+    @jointly("train_loader")
     def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
         """What `fit(train_loader)` would need, from one forward pass of one example."""
         check_data(train_loader)
         with self._undisturbed(train_loader):
-            data, fitter = self._training_data(train_loader), self.fitter
+            data, fitter = self._training_data(train_loader), self.fitter.agreed()
             probe = fitter.probe(data)
             if data.n_examples is None:  # of a stream, as if there were enough
                 return fitter.estimate(probe, self.subsample_size)
@@ -428,6 +448,7 @@ or None, default=None
             self._fresh_generator,
         )
 
+    @jointly("val_loader", optional=True)
     @torch.inference_mode(False)  # the evidence is differentiated
     def optimize_prior_precision(
         self,
@@ -502,6 +523,7 @@ or None, default=None
                     posterior, val_loader, loss, link_approx, n_samples, progress_bar
                 )
                 chosen = search_prior(posterior, grid, validator, progress_bar)
+            chosen = self._settled(chosen)
         self.prior_precision = chosen
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
@@ -527,8 +549,8 @@ or None, default=None
         loss = observation.default_loss() if loss is None else loss
         before = self.prior_precision
 
-        def predictions() -> Iterator[tuple[Any, torch.Tensor]]:
-            for x, y in self.fitter.batches(val_loader):
+        def predictions(loader: Any) -> Iterator[Prediction]:
+            for x, y in self.fitter.batches(loader):
                 output = self(
                     x, "nn", link_approx="mc", n_samples=n_samples, fitting=True
                 )
@@ -537,18 +559,28 @@ or None, default=None
                 rows = [positions.rows(part.flatten(1)) for part in parts]
                 y, known = observation.rows(y, len(rows[0]), positions)
                 y = y.to(self._device)
+                counts = np.full(len(output[0]), positions.n_positions)
                 if known is not None and positions.shape:
                     known = known.to(self._device)
                     rows, y = [part[known] for part in rows], y[known]
-                yield tuple(rows) if isinstance(output, tuple) else rows[0], y
+                    counts = known.view(len(counts), -1).sum(-1).cpu().numpy()
+                yield Prediction(tuple(rows), y, counts)
 
         def evaluate(prior: torch.Tensor) -> float:
             self.prior_precision = prior
-            value = score(predictions(), loss)
+            found = predictions(val_loader)
+            if data is not None:
+                found = joint_predictions(
+                    data, self.collective, predictions(data.whole())
+                )
+            value = score(((p.output, p.targets) for p in found), loss)
             return math.inf if math.isnan(value) else value
 
         try:
             with self._undisturbed(val_loader):
+                data = None
+                if self.collective.joined:
+                    data = shared_data(val_loader, self.collective, self.dict_key_x)
                 return search_grid(grid, evaluate, progress_bar)
         finally:
             self.prior_precision = before
@@ -558,6 +590,7 @@ or None, default=None
         """N/T: how many data the tempered likelihood weighs as much as."""
         return self.n_data / float(self.temperature)
 
+    @jointly("val_loader", optional=True)
     def optimize_temperature(
         self,
         val_loader: DataLoader | FeatureCache,
@@ -601,13 +634,15 @@ or None, default=None
             posterior, val_loader, loss, link_approx, n_samples, progress_bar
         )
         if not tune_prior:
-            self.temperature = search_temperature(posterior, self.n_data, validator)
+            found = search_temperature(posterior, self.n_data, validator)
+            self.temperature = self._settled(found)
             return
-        temperature, prior = search_temperature_and_prior(
-            posterior, self.n_data, validator, bounds
+        temperature, prior = self._settled(
+            search_temperature_and_prior(posterior, self.n_data, validator, bounds)
         )
         self.temperature, self.prior_precision = temperature, prior
 
+    @jointly("val_loader", optional=True)
     def optimize_calibration(
         self,
         val_loader: DataLoader | FeatureCache,
@@ -659,6 +694,7 @@ or None, default=None
                 Candidates.of(posterior, validator),
                 float(posterior.factor * self.temperature),
             )
+        calibration = self._settled(calibration)
         with self._all_or_nothing():
             self.prior_precision = calibration.prior_precision
             self.temperature = calibration.temperature
@@ -703,6 +739,7 @@ or None, default=None
         )
         self.sigma_noise, self.prior_precision = noise, prior
 
+    @jointly("val_loader", optional=True)
     def optimize_rank(
         self,
         method: TuningMethod | str = TuningMethod.MARGLIK,
@@ -760,7 +797,7 @@ or None, default=None
         validator = self._validator(
             posterior, val_loader, loss, link_approx, n_samples, progress_bar
         )
-        rank, losses = search_rank(posterior, candidates, validator)
+        rank, losses = self._settled(search_rank(posterior, candidates, validator))
         self.truncate(rank)
         return [
             {"rank": k, "loss": value}

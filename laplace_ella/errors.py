@@ -14,6 +14,7 @@ __all__ = [
     "NotDifferentiableError",
     "NotFittedError",
     "NumericalWarning",
+    "OtherProcessError",
     "RankWarning",
     "SoftmaxWarning",
     "UnsupportedLayerError",
@@ -67,6 +68,11 @@ def _first_line(error: Exception) -> str:
 
 class InsufficientMemoryError(MemoryError):
     """The work cannot fit; the message says what is needed, there, and changeable."""
+
+
+class OtherProcessError(RuntimeError):
+    """Work of several processes ended because of another one; the message has its rank
+    and what it said."""
 
 
 class RankWarning(UserWarning):

@@ -19,6 +19,7 @@ from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.fitting.data import TrainingData, check_data
 from laplace_ella.fitting.memory import MemoryEstimate
+from laplace_ella.interface.joint import jointly
 from laplace_ella.posterior.outside import Complement, EvidenceOf
 from laplace_ella.support.layout import OutputLayout
 
@@ -80,6 +81,7 @@ class ELLALLLaplace(ELLALaplace):
         basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
         scratch_dir: str | PathLike[str] | None = None,
+        distributed: bool | None = None,
     ) -> None:
         if asdl_fisher_kwargs is not None:
             raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
@@ -114,6 +116,7 @@ class ELLALLLaplace(ELLALaplace):
             basis_dtype=basis_dtype,
             basis_device=basis_device,
             scratch_dir=scratch_dir,
+            distributed=distributed,
         )
         self.feature_reduction = feature_reduction
         self._last_layer_name = last_layer_name
@@ -153,6 +156,7 @@ class ELLALLLaplace(ELLALaplace):
         self.last_layer_name = name
         self._restrict(names, *self._asked_prior)
 
+    @jointly("train_loader")
     def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
         check_data(train_loader)
         with self._undisturbed(train_loader):

@@ -67,12 +67,17 @@ class TrainingData(Protocol):
         """At most so many pairs that were not drawn."""
         ...
 
+    def own(self, pairs: Pairs) -> Pairs:
+        """Those pairs whose examples this process has."""
+        ...
+
     def chosen(self, examples: np.ndarray) -> Iterable[Any]:
         """A loader over the examples at these positions, in this order."""
         ...
 
     def whole(self) -> Iterable[Any]:
-        """A loader over all examples, in the order of the user's."""
+        """A loader over all examples, in the order of the user's; over those of this
+        process, if several have them."""
         ...
 
 
@@ -209,6 +214,9 @@ class IndexedData:
     ) -> Pairs:
         n_pairs = self.n_examples * n_outputs
         return sampling.draw_others(n_outputs, n_pairs, *drawn, n_samples, rng)
+
+    def own(self, pairs: Pairs) -> Pairs:
+        return pairs
 
     def chosen(self, examples: np.ndarray) -> DataLoader:
         return sampling.subset(self.loader, self.indices[examples])

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,12 @@ from laplace_ella.derivatives.probe import Probe
 from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
 from laplace_ella.fitting.data import TrainingData
 from laplace_ella.fitting.gathering import Gathered
+from laplace_ella.fitting.joint import (
+    common_budget,
+    common_probe,
+    joint_sums,
+    own_generator,
+)
 from laplace_ella.fitting.memory import (
     MemoryEstimate,
     check_memory,
@@ -34,6 +40,7 @@ from laplace_ella.fitting.memory import (
 )
 from laplace_ella.fitting.progress import Added, Evaluations, Progress, Sampled
 from laplace_ella.fitting.sampling import Pairs
+from laplace_ella.fitting.shared import SharedData
 from laplace_ella.fitting.stopping import EarlyStopping
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.basis import NystromBasis, RowSketch
@@ -41,9 +48,11 @@ from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.outside import Complement
+from laplace_ella.posterior.shared_basis import SharedRowSketch
 from laplace_ella.posterior.subspace import UNKNOWN_SPAN, SubspacePosterior
 from laplace_ella.support.batches import batch_size, has_values, take
 from laplace_ella.support.checks import check_finite, positive_int
+from laplace_ella.support.collective import ALONE, Collective
 from laplace_ella.support.fingerprint import digest
 from laplace_ella.support.layout import Positions
 from laplace_ella.support.loaders import Rest, loader_batches
@@ -139,6 +148,10 @@ class Fitter:
         a generator on the model's device, always in the same state
     complement : Complement or float, optional
         what was asked for; None leaves it to the fit
+    collective : Collective
+        the processes that fit together
+    agreed_budget : int, optional
+        bytes that each of them may use
     """
 
     linearizer: Linearizer
@@ -149,6 +162,16 @@ class Fitter:
     dict_key_y: str
     fresh_generator: Callable[[], torch.Generator | None]
     complement: Complement | float | None = None
+    collective: Collective = ALONE
+    agreed_budget: int | None = None
+
+    def agreed(self) -> Fitter:
+        """The same with a memory budget that is that of all processes."""
+        if self.collective.alone:
+            return self
+        asked = self.linearizer.options.memory_budget
+        budget = common_budget(self.collective, self.home, asked)
+        return dataclasses.replace(self, agreed_budget=budget)
 
     @property
     def home(self) -> torch.device:
@@ -158,8 +181,9 @@ class Fitter:
     def batches(
         self, loader: Any, description: str = "", progress_bar: bool = False
     ) -> Iterator[tuple[Any, torch.Tensor]]:
+        shown = progress_bar and self.collective.rank == 0
         return loader_batches(
-            loader, self.linearizer.device, self.dict_key_y, description, progress_bar
+            loader, self.linearizer.device, self.dict_key_y, description, shown
         )
 
     # A first look
@@ -200,6 +224,7 @@ class Fitter:
         """A fit without data: draw M pairs (x, i), or take all, and compute the
         directions of their gradients; from where `progress` got to."""
         probe = self.first_look(data, getattr(data.whole(), "batch_size", None))
+        probe = common_probe(self.collective, probe)
         n_outputs = math.prod(probe.output_shape)
         rng = np.random.default_rng(self.plan.seed)
         data = data.counted(n_outputs, self._most_pairs(probe), rng)
@@ -219,7 +244,8 @@ class Fitter:
             self.dict_key_y if balanced and not exact else None,
         )
         if done is None:
-            gathered = fitter._room(probe, n_pairs, len(pairs[0]), exact)
+            n_own = len(data.own(pairs)[0])
+            gathered = fitter._room(probe, n_pairs, len(pairs[0]), exact, n_own)
             done = Sampled(gathered, 0, exact, fitter.linearizer.dtype, n_pairs)
         gathered = done.gathered
         gradients = functools.partial(
@@ -254,7 +280,8 @@ class Fitter:
                     for batch in gradients("[Other gradients]", others)
                     for some in batch
                 ]
-                span = span.compared_with(torch.cat(norms))
+                norms = self.collective.concatenated("other gradients", norms)
+                span = span.compared_with(norms)
         if exact:
             logger.info(
                 "exact linearised Laplace: all %d gradients, rank %d, in %s",
@@ -278,10 +305,11 @@ class Fitter:
         )
 
     def _room(
-        self, probe: Probe, n_pairs: int, n_samples: int, exact: bool
+        self, probe: Probe, n_pairs: int, n_samples: int, exact: bool, n_own: int
     ) -> Gathered:
-        """Where so many of the gradients of all pairs are gathered, or a summary of
-        them, and what their span is known by, where it is kept."""
+        """Where so many of the gradients of all pairs are gathered, those of this
+        process, or a summary of them, and what their span is known by, where it is
+        kept."""
         fn = self.linearizer.fn
         if exact:
             memory = self.estimate_exact(probe, n_pairs)
@@ -290,18 +318,15 @@ class Fitter:
             check_memory(memory, self.home)
         logger.info("basis: %s\n%s", memory.method, memory)
         capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
-        folder = self.linearizer.options.scratch_dir if memory.disk else None
-        rows = RowSketch(
-            fn.numels(),
-            capacity,
-            keep,
-            fn.dtype,
-            self.home,
-            None if folder is None else Path(folder),
-        )
+        room = fn.numels(), capacity, keep, fn.dtype, self.home
+        if self.collective.alone:
+            folder = self.linearizer.options.scratch_dir if memory.disk else None
+            rows = RowSketch(*room, None if folder is None else Path(folder))
+        else:
+            rows = SharedRowSketch(self.collective, n_own, *room)
         if not exact and self._keeps_span and capacity > n_samples:
             sketch = Sketch.of(sum(fn.numels()), n_samples, self.plan.seed, self.home)
-            return Gathered.with_span(rows, sketch, n_samples)
+            return Gathered.with_span(rows, sketch, n_own)
         if not exact and self.complement is Complement.MATCHED:
             raise ValueError(UNKNOWN_SPAN)
         return Gathered(rows)
@@ -386,7 +411,7 @@ class Fitter:
         directions stay; without those of the batches that are `done`."""
         linearizer, device = self.linearizer, self.linearizer.device
         n_outputs = math.prod(positions.output_shape)
-        examples, outputs = pairs
+        examples, outputs = data.own(pairs)
         used, where = np.unique(examples, return_inverse=True)
         seen, loader = 0, data.chosen(used)
         if done is not None and done.n_batches:
@@ -448,6 +473,7 @@ class Fitter:
                 self._pass_bytes(probe, rank, n_samples) + span_bytes,
                 self.budget,
                 None if options.basis_dtype is None else options.basis_dtype.itemsize,
+                self.collective.size,
             )
 
         memory = self._or_on_disk(with_span(self._span_bytes(n_samples)))
@@ -483,6 +509,7 @@ class Fitter:
             itemsize,
             self._pass_bytes(probe, min(n_pairs, P), n_pairs),
             self.budget,
+            self.collective.size,
         )
         return self._or_on_disk(memory, itemsize)
 
@@ -491,7 +518,7 @@ class Fitter:
     ) -> MemoryEstimate:
         """The same in a file, where there is a folder for one and memory does not
         suffice."""
-        if self.linearizer.options.scratch_dir is None:
+        if self.linearizer.options.scratch_dir is None or not self.collective.alone:
             return memory
         if memory.method == "exact" and memory.fits:
             return memory
@@ -502,6 +529,8 @@ class Fitter:
     @property
     def budget(self) -> int:
         """Bytes that a fit may use where its directions are."""
+        if self.agreed_budget is not None:
+            return self.agreed_budget
         return budget_of(self.home, self.linearizer.options.memory_budget)
 
     def _span_bytes(self, n_samples: int) -> int:
@@ -538,7 +567,7 @@ class Fitter:
         plan = stopping or EarlyStopping()
         loader, done = progress.take_up(data.whole(), start, self.dict_key_y)
         running_sums = functools.partial(
-            self._running_sums, loader, start, progress_bar, done, progress
+            self._all_sums, data, loader, start, progress_bar, done, progress
         )
         if validator is None or posterior is None:
             (sums,) = running_sums()
@@ -549,6 +578,7 @@ class Fitter:
             H, _ = self.observation.weigh(sums.H)
             tail = dataclasses.replace(start, sums=sums).tail
             value = validator.score(posterior.with_(H=H, tail=tail))
+            value = self.collective.first("validation loss", value)
             history.append({"n_data": sums.n_data, "loss": value})
             signed = -value if plan.maximize else value
             signed = math.inf if math.isnan(value) else signed
@@ -569,8 +599,9 @@ class Fitter:
             sums = best[1]
         return dataclasses.replace(start, sums=sums, history=tuple(history))
 
-    def _running_sums(
+    def _all_sums(
         self,
+        data: TrainingData,
         loader: Any,
         start: Fit,
         progress_bar: bool,
@@ -578,13 +609,37 @@ class Fitter:
         progress: Progress,
         checkpoints: Iterator[int] | None = None,
     ) -> Iterator[Sums]:
+        """The running sums over the data of all processes."""
+        if self.collective.alone:
+            return self._running_sums(
+                loader, start, progress_bar, done, progress, checkpoints
+            )
+        return joint_sums(
+            self.collective,
+            cast(SharedData, data),
+            start,
+            lambda fit, due: self._running_sums(
+                loader, fit, progress_bar, Added(fit.sums), NO_RECORD, due
+            ),
+            checkpoints,
+        )
+
+    def _running_sums(
+        self,
+        loader: Any,
+        start: Fit,
+        progress_bar: bool,
+        done: Added,
+        progress: Progress,
+        checkpoints: Iterator[float] | None = None,
+    ) -> Iterator[Sums]:
         """The sums after as many new examples as each checkpoint says, and at the end.
 
         A batch that a checkpoint divides is linearised once and added in parts.
         """
         sums, seen, current = done.sums, done.n_examples, done.evaluated
         finite = [torch.isfinite(sums.loss).all()] * done.n_batches
-        generator = self.fresh_generator()
+        generator = own_generator(self.collective, self.fresh_generator())
         if generator is not None and done.generator is not None:
             generator.set_state(done.generator)
         due: float = math.inf
@@ -609,7 +664,7 @@ class Fitter:
                 progress.save_added(
                     Added(sums, seen, len(finite), current, state, last)
                 )
-        if seen == 0:
+        if seen == 0 and self.collective.alone:
             raise ValueError(NO_BATCH)
         if not current:
             check_finite(finite, "outputs or derivatives", "of the data")

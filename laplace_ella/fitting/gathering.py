@@ -35,11 +35,7 @@ class Gathered:
     @classmethod
     def with_span(cls, rows: RowSketch, sketch: Sketch, n_samples: int) -> Gathered:
         """Room for the groups of M gradients as well."""
-        like = rows.buffer
-        groups = RowSketch(
-            (sketch.size,), n_samples + 1, n_samples, like.dtype, like.device
-        )
-        return cls(rows, sketch, groups)
+        return cls(rows, sketch, rows.empty((sketch.size,), n_samples))
 
     def add(self, rows: torch.Tensor) -> None:
         """Take in gradients `(m, P)`."""

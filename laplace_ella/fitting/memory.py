@@ -113,24 +113,27 @@ def estimate_memory(
     pass_bytes: int,
     budget: int,
     basis_itemsize: int | None = None,
+    n_processes: int = 1,
 ) -> MemoryEstimate:
     """Memory of a fit with M gradients of P numbers and K directions.
 
     The directions are computed in the place of the rows, and stay in `basis_itemsize`
-    bytes per number.
+    bytes per number. Several processes have a part of the rows each, which they
+    exchange for a part of the columns of all rows; of summaries each has a whole one.
     """
     row = n_params * itemsize
+    part = row if n_processes == 1 else -(-2 * row // n_processes)
     basis = rank * n_params * (basis_itemsize or itemsize)
     least = min(n_samples, rank + 5)
     free_for_rows = max(0, budget - basis - pass_bytes)
-    # The largest m with m rows and their Gram matrix within that.
-    root = math.isqrt(row**2 + 4 * GRAM_BYTES * free_for_rows)
-    capacity = max(least, min(n_samples, (root - row) // (2 * GRAM_BYTES)))
+    capacity = max(least, min(n_samples, _most_rows(part, free_for_rows)))
     if capacity < n_samples:  # a larger buffer makes the sketch slower, not better
+        capacity = max(least, min(n_samples, _most_rows(row, free_for_rows)))
         capacity = min(capacity, 2 * SKETCH_FACTOR * max(rank, 8))
+        part = row
     return MemoryEstimate(
         basis=basis,
-        rows=_rows_bytes(n_samples, row),
+        rows=_rows_bytes(n_samples, part),
         sketch=_rows_bytes(least, row),
         pass_=pass_bytes,
         budget=budget,
@@ -146,6 +149,12 @@ def on_disk(memory: MemoryEstimate, n_params: int, itemsize: int) -> MemoryEstim
     needed = GRAM_BYTES * m**2 + 8 * working_numbers(m, n_params)
     filed = (m + 1) * n_params * itemsize
     return replace(memory, rows=needed, sketch=needed, capacity=m, disk=filed)
+
+
+def _most_rows(row: int, free: int) -> int:
+    """The largest number of gradients that fit, with their Gram matrix."""
+    root = math.isqrt(row**2 + 4 * GRAM_BYTES * free)
+    return (root - row) // (2 * GRAM_BYTES)
 
 
 def _rows_bytes(n_rows: int, row: int) -> int:
@@ -166,10 +175,19 @@ def check_memory(memory: MemoryEstimate, device: torch.device) -> None:
 
 
 def exact_memory(
-    n_params: int, n_pairs: int, itemsize: int, pass_bytes: int, budget: int
+    n_params: int,
+    n_pairs: int,
+    itemsize: int,
+    pass_bytes: int,
+    budget: int,
+    n_processes: int = 1,
 ) -> MemoryEstimate:
-    """Memory of a fit with the gradients of all pairs, replaced by their directions."""
+    """Memory of a fit with the gradients of all pairs, replaced by their directions.
+
+    Several processes have a part of the gradients each, and then all directions.
+    """
     row = n_params * itemsize
+    row += row // n_processes if n_processes > 1 else 0
     rows = _rows_bytes(n_pairs, row)
     return MemoryEstimate(0, rows, rows, pass_bytes, budget, n_pairs, n_pairs)
 

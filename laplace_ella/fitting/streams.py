@@ -14,7 +14,12 @@ from laplace_ella.fitting.sampling import Pairs
 from laplace_ella.support.batches import Batch, map_tensors
 from laplace_ella.support.loaders import with_bar
 
-__all__ = ["Reservoir", "Stream"]
+__all__ = ["READ_ONCE", "Reservoir", "Stream"]
+
+READ_ONCE = (
+    "The stream yields no example when it is read again. Pass a loader whose every "
+    "pass starts anew."
+)
 
 
 class Reservoir:
@@ -120,17 +125,18 @@ class Stream:
             if seen >= n:
                 return
 
-    def counted(self, n_outputs: int, n_pairs: int, rng: np.random.Generator) -> Stream:
+    def read(self, n_outputs: int, n_pairs: int, rng: np.random.Generator) -> Reservoir:
         """Read the stream once."""
         reservoir = Reservoir(n_outputs, n_pairs, rng)
         for raw in with_bar(self.loader, "[Reading the stream]", self.progress_bar):
             reservoir.add(Batch.of(raw, self.dict_key_x))
         reservoir.prune()
+        return reservoir
+
+    def counted(self, n_outputs: int, n_pairs: int, rng: np.random.Generator) -> Stream:
+        reservoir = self.read(n_outputs, n_pairs, rng)
         if reservoir.n_examples == 0:
-            raise ValueError(
-                "The stream yields no example when it is read again. Pass a loader "
-                "whose every pass starts anew."
-            )
+            raise ValueError(READ_ONCE)
         return replace(self, reservoir=reservoir)
 
     def draw(
@@ -146,6 +152,9 @@ class Stream:
         self, n_outputs: int, drawn: Pairs, n_samples: int, rng: np.random.Generator
     ) -> Pairs:
         return self._reservoir.sample(len(drawn[0]), len(drawn[0]) + n_samples)
+
+    def own(self, pairs: Pairs) -> Pairs:
+        return pairs
 
     def chosen(self, examples: np.ndarray) -> Iterator[Any]:
         size = 32

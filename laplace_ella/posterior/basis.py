@@ -153,6 +153,11 @@ class RowSketch:
         """Rows in memory at most."""
         return len(self.buffer)
 
+    def empty(self, numels: Sequence[int], n_rows: int) -> RowSketch:
+        """Room for so many rows of other numbers, all of which are kept."""
+        like = self.buffer
+        return RowSketch(numels, n_rows + 1, n_rows, like.dtype, like.device)
+
     def add(self, rows: torch.Tensor) -> None:
         """Take in rows `(m, P)`."""
         self.n_samples += len(rows)
@@ -167,7 +172,7 @@ class RowSketch:
 
     def _compress(self) -> None:
         U = torch.linalg.eigh(gram(self.buffer))[1].flip(1)[:, : self.keep]
-        _multiply(U.T, self.buffer, out=self.buffer)
+        multiply(U.T, self.buffer, out=self.buffer)
         self.filled, self.compressed = self.keep, True
 
     def basis(self, n_eigenvalues: int | None, accurate: bool = False) -> NystromBasis:
@@ -187,19 +192,8 @@ class RowSketch:
             eigenvalues, directions = _by_svd(rows, wanted)
         else:
             eigenvalues, directions = _by_gram(rows, wanted, precision)
-        rank = _usable_rank(eigenvalues, rows, None if small else precision)
-        if rank == 0:
-            raise ValueError(
-                f"All {self.n_samples} sampled gradients are zero: the outputs do not "
-                "depend on the parameters. Check that the right parameters require "
-                "gradients."
-            )
-        if n_eigenvalues is not None and rank < n_eigenvalues:
-            warn_caller(
-                f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
-                f"{self.n_samples} sampled gradients; using {rank}.",
-                RankWarning,
-            )
+        rank = usable_rank(eigenvalues, rows, None if small else precision)
+        check_rank(rank, n_eigenvalues, self.n_samples)
         rank = min(rank, wanted)
         if not small:
             orthonormalize_(directions[:rank])
@@ -220,6 +214,21 @@ class RowSketch:
         )
 
 
+def check_rank(rank: int, n_eigenvalues: int | None, n_samples: int) -> None:
+    """Refuse gradients without a usable direction, warn of fewer than asked for."""
+    if rank == 0:
+        raise ValueError(
+            f"All {n_samples} sampled gradients are zero: the outputs do not depend on "
+            "the parameters. Check that the right parameters require gradients."
+        )
+    if n_eigenvalues is not None and rank < n_eigenvalues:
+        warn_caller(
+            f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
+            f"{n_samples} sampled gradients; using {rank}.",
+            RankWarning,
+        )
+
+
 def _energy(rows: torch.Tensor) -> torch.Tensor:
     """Σ of all squares in float64, without a float64 copy of all rows."""
     parts = [part.double().square().sum() for part in rows.reshape(-1).split(BLOCK)]
@@ -234,7 +243,7 @@ def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:
     return sketch.basis(n_eigenvalues)
 
 
-def _usable_rank(
+def usable_rank(
     eigenvalues: torch.Tensor, rows: torch.Tensor, gram_dtype: torch.dtype | None
 ) -> int:
     """Number of directions that stand above the rounding noise of the rows.
@@ -270,7 +279,7 @@ def _by_gram(
     eigenvalues, U = eigenvalues.flip(0).clamp_min(0), U.flip(1)[:, :k]
     scale = eigenvalues[:k].sqrt().clamp_min(torch.finfo(torch.float64).tiny)
     usable = eigenvalues[:k] > 0
-    _multiply((U / scale * usable).T, rows, out=rows)
+    multiply((U / scale * usable).T, rows, out=rows)
     return eigenvalues, rows[:k]
 
 
@@ -307,7 +316,7 @@ def orthonormalize_(directions: torch.Tensor) -> None:
         return
     eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
-    _multiply(inverse, directions, out=directions)
+    multiply(inverse, directions, out=directions)
 
 
 def _width(n_rows: int) -> int:
@@ -321,7 +330,7 @@ def working_numbers(n_rows: int, n_columns: int) -> int:
     return n_rows * min(n_columns, max(GRAM_WIDTH // 8, _width(n_rows)))
 
 
-def _multiply(matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+def multiply(matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """matrix @ rows into the first rows of `out`, which may be `rows` itself."""
     matrix = matrix.to(rows.dtype)
     width = _width(len(matrix))
