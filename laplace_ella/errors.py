@@ -85,7 +85,17 @@ class BorderWarning(UserWarning):
 
 class CheckpointWarning(UserWarning):
     """The progress of a fit could not be saved, or could not be used as it is; the
-    message has the cause."""
+    message has the cause.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> import laplace_ella
+    >>> with warnings.catch_warnings():
+    ...     # A fit that cannot be saved should stop, instead of going on.
+    ...     warnings.simplefilter("error", laplace_ella.CheckpointWarning)
+    ...     # la.fit(train_loader, checkpoint="fit.pt")
+    """
 
 
 class NumericalWarning(UserWarning):

@@ -350,22 +350,30 @@ def test_rows_are_saved_without_room_to_spare(tmp_path):
 
 
 def test_intervals(tmp_path, monkeypatch):
-    """Not before `every` seconds, and a save that takes long is not soon repeated."""
+    """Not before `every` seconds; saves that take long, by their size or like the last
+    one, so rarely that they take `share` of the time."""
     now = [0.0]
+
+    def slow(*_):
+        now[0] += 10
+
     monkeypatch.setattr(journal.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        journal, "replace_file", lambda *_: now.__setitem__(0, now[0] + 10)
-    )
+    monkeypatch.setattr(journal, "replace_file", slow)
     writer = journal.Journal(Checkpoint(tmp_path / "fit.pt"))
-    now[0] = 59
-    assert not writer.due()
-    now[0] = 60
-    assert writer.due()
-    writer.save({})
-    now[0] = 70 + 180
-    assert not writer.due()
-    now[0] = 70 + 191
-    assert writer.due()
+
+    def first_due(n_bytes):
+        start = now[0]
+        while not writer.due(n_bytes):
+            now[0] += 1
+        waited, now[0] = now[0] - start, start
+        return waited
+
+    assert first_due(0) == 60
+    assert first_due(4 * journal.USUAL_SPEED) == 4 * 19
+    numbers = torch.zeros(2**22)
+    writer.save({"numbers": numbers})
+    assert first_due(0) == 10 * 19
+    assert first_due(2 * numbers.nbytes) == 20 * 19
 
 
 # --- data ----------------------------------------------------------------------------

@@ -263,7 +263,7 @@ class Fitter:
                 del some  # before the next ones are computed
             # The sum of all squares is finite as long as all rows are.
             finite.append(torch.isfinite(gathered.rows.energy))
-            if progress.due():
+            if progress.due(gathered):
                 check_finite(finite, "gradients", SAMPLING)
                 sampled = dataclasses.replace(done, n_batches=len(finite))
                 progress.save_sampled(sampled)

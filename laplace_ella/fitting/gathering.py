@@ -43,6 +43,12 @@ class Gathered:
         if self.sketch is not None and self.groups is not None:
             self.groups.add(self.sketch(rows))
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of what is gathered so far."""
+        sketches = (self.rows, self.groups)
+        return sum(s.buffer[: s.filled].nbytes for s in sketches if s is not None)
+
     def span(self, basis: NystromBasis) -> Span | None:
         """The span of all gradients, whose basis is known; None where it was not
         kept. Uses up the groups."""

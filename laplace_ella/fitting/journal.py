@@ -17,13 +17,17 @@ from typing import Any, BinaryIO
 import torch
 
 from laplace_ella.errors import CheckpointWarning, warn_caller
-from laplace_ella.support.batches import map_tensors
+from laplace_ella.support.batches import map_tensors, tensors_of
 from laplace_ella.support.files import remove_leftovers, replace_file
 
 __all__ = ["Checkpoint", "Journal"]
 
 #: Of what the files hold; others are refused.
 FORMAT = 1
+
+#: Bytes per second that a disk is expected to write until that is known, and how many
+#: bytes tell it.
+USUAL_SPEED, ENOUGH_BYTES = 2e8, 2**24
 
 START_OVER = "to start over, delete the file"
 
@@ -33,7 +37,7 @@ class Checkpoint:
     """The file in which a fit keeps its progress, and how often it is written.
 
     A save takes place after a batch, not before `every` seconds have passed since the
-    last one, and not before that one's duration is `share` of the time since.
+    last one, and not before its expected duration is `share` of the time since.
 
     Parameters
     ----------
@@ -46,8 +50,17 @@ class Checkpoint:
 
     Examples
     --------
-    >>> Checkpoint("fit.pt", every=600).share
-    0.05
+    >>> import tempfile
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> data = TensorDataset(torch.randn(20, 2), torch.randint(3, (20,)))
+    >>> la = Laplace(torch.nn.Linear(2, 3), "classification", "all", "nystrom",
+    ...              n_eigenvalues=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     every_ten_minutes = laplace_ella.Checkpoint(f"{folder}/fit.pt", every=600)
+    ...     la.fit(DataLoader(data, batch_size=5), checkpoint=every_ten_minutes)
     """
 
     path: str | os.PathLike[str]
@@ -101,6 +114,7 @@ class Journal:
         self.path = checkpoint.file
         self._every, self._share = checkpoint.every, checkpoint.share
         self._last, self._cost = time.monotonic(), 0.0
+        self._bytes_per_second = USUAL_SPEED
         self._warned = False
 
     def load(self) -> dict[str, Any]:
@@ -132,9 +146,10 @@ class Journal:
             )
         return state
 
-    def due(self) -> bool:
-        """Whether it is time for a save."""
-        pause = max(self._every, self._cost * (1 / self._share - 1))
+    def due(self, n_bytes: int) -> bool:
+        """Whether it is time for a save of about so many bytes."""
+        expected = max(self._cost, n_bytes / self._bytes_per_second)
+        pause = max(self._every, expected * (1 / self._share - 1))
         return time.monotonic() - self._last >= pause
 
     def save(self, state: Mapping[str, Any]) -> None:
@@ -148,6 +163,9 @@ class Journal:
             self._warn(error)
         self._last = time.monotonic()
         self._cost = self._last - started
+        n_bytes = sum(t.numel() * t.element_size() for t in tensors_of(state))
+        if n_bytes >= ENOUGH_BYTES:
+            self._bytes_per_second = n_bytes / max(self._cost, 1e-6)
 
     def _warn(self, error: OSError) -> None:
         if self._warned:

@@ -8,6 +8,7 @@ before, and leaves out the derivatives of the batches that were worked on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,8 @@ from laplace_ella.support.loaders import Rest
 from laplace_ella.support.preserve import get_random_states, set_random_states
 
 __all__ = ["Added", "Evaluations", "Progress", "Sampled"]
+
+logger = logging.getLogger("laplace_ella")
 
 CPU = torch.device("cpu")
 
@@ -159,6 +162,8 @@ class Progress:
                     f"that it was made with, or another path, or, {START_OVER}."
                 )
             linearizer.adopt_decisions(self._saved["decisions"])
+            path, stage = self._journal.path, self._saved["stage"]
+            logger.info("the fit of %s goes on; stage: %s", path, stage)
         self._common["identity"] = ours
         self._linearizer = linearizer
 
@@ -182,9 +187,14 @@ class Progress:
 
     # Saving
 
-    def due(self) -> bool:
-        """Whether it is time for a save."""
-        return self._journal is not None and self._journal.due()
+    def due(self, gathered: Gathered | None = None) -> bool:
+        """Whether it is time for a save, of gradients or of a basis with its sums."""
+        if self._journal is None:
+            return False
+        if gathered is not None:
+            return self._journal.due(gathered.n_bytes)
+        directions = None if self._start is None else self._start.basis.directions
+        return self._journal.due(0 if directions is None else directions.nbytes)
 
     def _save(self, stage: str, content: dict[str, Any]) -> None:
         if self._journal is None or self._linearizer is None:

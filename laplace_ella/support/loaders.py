@@ -37,7 +37,7 @@ def with_bar(
     """The batches of one pass over a loader, with a progress bar if it is wanted."""
     try:
         total = len(loader)  # pyright: ignore[reportArgumentType]
-    except TypeError:
+    except (TypeError, AttributeError, NotImplementedError):  # it is not known
         total = None
     # An iterator, because tqdm asks for one twice: of a loader it would start the
     # workers twice, and draw two seeds.
