@@ -33,7 +33,8 @@ y = torch.arange(600) % 3
 t = torch.rand(600) * 4
 angle = t + 2 * torch.pi / 3 * y + 0.25 * torch.randn(600)
 x = torch.stack([t * angle.cos(), t * angle.sin()], 1)
-train, val, test = (TensorDataset(x[i::3], y[i::3]) for i in range(3))
+parts = zip(x.split(200), y.split(200), strict=True)
+train, val, test = (TensorDataset(*part) for part in parts)
 
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 3)).to(device)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -51,7 +52,7 @@ def loader(data: TensorDataset) -> DataLoader:
 
 la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=20)
 la.fit(loader(train))  # gradients and curvature of all parts
-la.optimize_calibration(loader(val))  # validation losses of all parts
+la.optimize_prior_precision(method="gridsearch", val_loader=loader(val))
 
 # Predictions are made by every process for itself, of its own inputs.
 inputs, labels = (tensor[rank::size].to(device) for tensor in test.tensors)
@@ -62,7 +63,6 @@ if size > 1:
 if rank == 0:
     print(f"{size} process(es), {la.n_data} training data, rank {la.rank}")
     print(f"prior precision {la.prior_precision.item():.4g}, ", end="")
-    print(f"softmax temperature {la.softmax_temperature:.4g}")
     print(f"test NLL {nll.item() / len(test):.4f}")
 if size > 1:
     dist.destroy_process_group()

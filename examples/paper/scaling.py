@@ -352,8 +352,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     problems = (
         Problem("small", 1200, 4, 60_000, 300, 10),
-        Problem("more gradients", 1200, 4, 60_000, 600, 10),
-        Problem("wide", 600, 4, 240_000, 150, 20),
+        Problem("wide", 600, 4, 240_000, 120, 20),
     )
     sizes: tuple[int, ...] = (1, 2, 3)
     folder = options.out or RESULTS
