@@ -222,6 +222,7 @@ def measure(rank: int, W: int, port: int, problem: Problem, folder: str) -> None
     data = TensorDataset(x[rank::W], y[rank::W])
     listener, logger = Sent(), logging.getLogger("laplace_ella")
     logger.addHandler(listener)
+    logger.propagate = False
     logger.setLevel(logging.DEBUG)
     la.fit(DataLoader(TensorDataset(*data[:64]), 32))  # warms up
     listener.bytes.clear()
