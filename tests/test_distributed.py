@@ -26,6 +26,7 @@ from torch.utils.data import (
 from laplace_ella import EarlyStopping, ELLALaplace, ELLALLLaplace, RankWarning
 from laplace_ella.fitting.shared import joint_order
 from laplace_ella.posterior import basis
+from laplace_ella.support import collective
 from tests.cases import mlp
 
 pytestmark = pytest.mark.skipif(
@@ -138,15 +139,15 @@ def fit_scenario(kind, likelihood, cls=ELLALaplace, fit=None, **settings):
 
 
 for kind in KINDS:
-    for likelihood in ("regression", "classification"):
-        SCENARIOS[f"exact {likelihood} {kind}"] = fit_scenario(
-            kind, likelihood, n_eigenvalues="exact"
-        )
-for kind in ("padded", "shard", "full"):
+    SCENARIOS[f"exact {kind}"] = fit_scenario(kind, "regression", n_eigenvalues="exact")
+for kind in ("padded", "full"):
     SCENARIOS[f"sampled and matched {kind}"] = fit_scenario(
         kind, "regression", n_eigenvalues=5, subsample_size=30
     )
 SCENARIOS |= {
+    "exact classification": fit_scenario(
+        "shard", "classification", n_eigenvalues="exact"
+    ),
     "last layer": fit_scenario("padded", "classification", ELLALLLaplace),
     "balanced": fit_scenario(
         "shard", "classification", balanced=True, subsample_size=8, n_eigenvalues=4
@@ -290,9 +291,11 @@ def rank_without_data(rank, size):
 
 @scenario
 def large_bases(rank, size):
-    """The ways that many gradients take: slices, products of parameters, summaries."""
+    """The ways that many gradients take: slices, in small pieces, and products of
+    parameters."""
     results = {}
-    limit, basis.SVD_LIMIT = basis.SVD_LIMIT, 0
+    limits = basis.SVD_LIMIT, collective.STAGED
+    basis.SVD_LIMIT, collective.STAGED = 0, 100
     try:
         for name, settings in {
             "slices": {"n_eigenvalues": 5, "subsample_size": 30},
@@ -307,18 +310,18 @@ def large_bases(rank, size):
             torch.testing.assert_close(directions @ directions.T, eye)
             results[name] = found(la)
     finally:
-        basis.SVD_LIMIT = limit
+        basis.SVD_LIMIT, collective.STAGED = limits
     return results
 
 
 @scenario
 def summaries(rank, size):
     """Gradients that do not fit are summarised in each process, and then together."""
-    x, _ = regression(600)
+    x, _ = regression(240)
     y = x[:, :C].contiguous()
     la = ella("regression", n_eigenvalues=3, complement="drop", chunk_size=4)
     la.memory_budget = "72 kB"
-    la.fit(padded((x, y), rank, size, 50))
+    la.fit(padded((x, y), rank, size, 40))
     return {
         "method": la.basis.method,
         "n_samples": la.basis.n_samples,
@@ -404,9 +407,7 @@ def failures(rank, size):
     messages["targets"] = raised(lambda: la.fit(DataLoader(wrong, 4)))
     empty = DataLoader(TensorDataset(x[:0], y[:0]), 4)
     messages["nothing"] = raised(lambda: la.fit(empty))
-    messages["call"] = raised(
-        lambda: la.fit_basis(loader) if last else la.fit(loader)
-    )
+    messages["call"] = raised(lambda: la.fit_basis(loader) if last else la.fit(loader))
     la.fit(loader)
     messages["n_data"] = la.n_data
     return messages
@@ -469,7 +470,7 @@ def groups(tmp_path_factory):
         for one in started:
             one.start()
         for one in started:
-            one.join(240)
+            one.join(600)
             hangs = one.is_alive()
             if hangs:
                 one.kill()
@@ -533,3 +534,93 @@ def test_same_as_one_process(groups, single, size, name):
     for outcome in groups[size][1:]:
         for a, b in zip(first, bits(outcome[name]), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_failing_process_stops_all(groups, size):
+    """The failing one with its own exception, the others with rank and cause."""
+    outcomes = [group["failures"] for group in groups[size]]
+    for outcome in outcomes:
+        assert not isinstance(outcome, str), outcome
+    owner = 23 % size  # of the broken example
+    causes = {
+        "raise": ("OSError", "a disk is gone"),
+        "raise in validation": ("OSError", "a disk is gone"),
+        "nan": ("ValueError", "NaN or infinite gradients"),
+        "nan in validation": ("ValueError", "NaN or infinite outputs or features"),
+        "targets": ("ValueError", "targets"),
+    }
+    for name, (kind, cause) in causes.items():
+        failing = size - 1 if name == "targets" else owner
+        for rank, outcome in enumerate(outcomes):
+            message = outcome[name]
+            assert cause in message
+            if rank == failing:
+                assert message.startswith(kind)
+            else:
+                assert message.startswith("OtherProcessError")
+                assert f"Rank {failing} failed" in message
+    last = size - 1
+    for outcome in outcomes:
+        assert f"model of rank {last} is not that of rank 0" in outcome["weights"]
+        assert "values of 0.weight differ" in outcome["weights"]
+        assert (
+            f"seed differs between the processes: rank 0 has 1, rank {last} has 2"
+            in (outcome["seed"])
+        )
+        assert (
+            f"max_data differs between the processes: rank 0 has 5, rank {last}"
+            in (outcome["argument"])
+        )
+        assert "rank 0 has indexed data" in outcome["kind"]
+        assert "no example" in outcome["nothing"]
+        assert "at different points" in outcome["call"]
+        assert outcome["n_data"] == N
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_alone_and_undisturbed(groups, size):
+    """`distributed=False`; random states and modes as they were."""
+    for rank, outcome in enumerate(groups[size]):
+        assert outcome["alone"] == {"n_data": 10 + rank}
+        assert outcome["state_of_the_user"] == {"training": True, "n_data": N}
+
+
+def test_stops_early(single):
+    """The scenario of early stopping has something to stop."""
+    assert single["early_stopping"]["n_data"] < 60
+    assert len(single["early_stopping_of_streams"]["history"]) > 5
+
+
+def test_examples_belong_to_one_process_each():
+    """Turns, padding, and data that all have."""
+    order, owner = joint_order([np.arange(7), np.arange(7), np.arange(7)])
+    assert order.tolist() == list(range(7))
+    assert np.bincount(owner).tolist() == [3, 2, 2]
+    order, owner = joint_order([np.array([5, 1]), np.array([]), np.array([3, 9, 5, 4])])
+    assert order.tolist() == [5, 3, 1, 9, 4]
+    assert owner.tolist()[1:] == [2, 0, 2, 2]
+
+
+def test_refusals_without_processes():
+    """What needs a process group, and parameters that are divided."""
+    la = ella("regression", distributed=True)
+    with pytest.raises(RuntimeError, match=r"(?s)distributed=True.*torchrun"):
+        la.fit(full(regression(), 0, 1))
+    with pytest.raises(TypeError, match="distributed must be"):
+        ella("regression", distributed="yes").fit(full(regression(), 0, 1))
+
+
+def test_divided_parameters_are_refused(tmp_path):
+    """FSDP2's, before any work."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this PyTorch has no fully_shard")
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        model = fsdp.fully_shard(mlp(D, 4, C), mesh=mesh)
+        with pytest.raises(TypeError, match=r"(?s)0\.weight is divided.*plain copy"):
+            ELLALaplace(model, "regression")
+    finally:
+        dist.destroy_process_group()

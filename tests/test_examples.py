@@ -129,6 +129,13 @@ def test_gap(capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().out == (tmp_path / "gap.md").read_text()
 
 
+def test_distributed(capsys):
+    """Alone here; by two processes in tests/test_distributed.py."""
+    found = run_short("distributed")
+    assert found["la"].n_data == 200
+    assert "1 process(es), 200 training data" in capsys.readouterr().out
+
+
 def test_active_learning(capsys):
     accuracy = run_short("active_learning")["accuracy"]
     assert all(values[-1] > values[0] for values in accuracy.values())
@@ -425,6 +432,15 @@ def test_cheaper(paper, data_dir, tmp_path):
     assert all(math.isfinite(row["nll"]) for row in rows)
     assert rows[1]["distance"] == 0
     assert "| last layer | 650 | 3 | 2 |" in (tmp_path / "resnet20.md").read_text()
+
+
+def test_scaling(paper, tmp_path):
+    """Bytes of the exchanges are those of the model."""
+    paper("scaling").main(["--smoke", "--out", str(tmp_path)])
+    *_, alone, two = (tmp_path / "measured.md").read_text().splitlines()
+    assert alone.split(" | ")[1] == "1"
+    assert two.removesuffix(" |").split(" | ")[-3:] == ["1.000"] * 3
+    assert (tmp_path / "large.md").read_text().count("ResNet-50") == 3
 
 
 def test_every_corruption_is_reproducible(paper):

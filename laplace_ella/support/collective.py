@@ -271,7 +271,8 @@ class Collective:
         own = slices[self.rank]
         result = rows.new_empty(sum(counts), own.stop - own.start)
         widest = max(s.stop - s.start for s in slices)
-        at_once = max(1, STAGED // max(1, len(rows) * self.size, len(result)))
+        # The same in all processes, though each has another number of rows.
+        at_once = max(1, STAGED // max(1, max(counts) * self.size, len(result)))
         for part in chunks(widest, at_once):
             # What of this part each process has of its slice, the last may be narrower.
             here = [
