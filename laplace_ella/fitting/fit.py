@@ -41,6 +41,7 @@ from laplace_ella.support.batches import batch_size, has_values, take
 from laplace_ella.support.checks import check_finite, positive_int
 from laplace_ella.support.layout import Positions
 from laplace_ella.support.loaders import loader_batches
+from laplace_ella.support.preserve import autocast_enabled
 from laplace_ella.support.resources import budget_of
 from laplace_ella.support.span import Sketch, Span
 from laplace_ella.tuning.cache import FeatureCache
@@ -313,7 +314,7 @@ class Fitter:
         """
         linearizer = self.linearizer
         supported = linearizer.device.type in ("cpu", "cuda", "meta")
-        mixed = torch.is_autocast_enabled(linearizer.device.type)
+        mixed = autocast_enabled(linearizer.device)
         if linearizer.dtype == torch.float64 or mixed or not supported:
             return self
         double = dataclasses.replace(
