@@ -21,6 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PAPER = EXAMPLES / "paper"
 SHORT = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+GALLERY = EXAMPLES / "gallery"
+PICTURES = EXAMPLES.parent / "docs" / "images" / "gallery"
+DRAWN = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "style")
 
 # A handful of images has no best temperature.
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.BorderWarning")
@@ -29,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.BorderWarning")
 def published():
     """Digests of all published results, by path."""
     files = [p for p in (PAPER / "results").rglob("*") if p.is_file()]
+    files += PICTURES.iterdir()
     files.append(PAPER / "RESULTS.md")
     return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
@@ -134,6 +138,24 @@ def test_distributed(capsys):
     found = run_short("distributed")
     assert found["la"].n_data == 200
     assert "1 process(es), 200 training data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_gallery(name, capsys, monkeypatch, tmp_path):
+    """A short script draws a small picture, which the gallery shows with its source."""
+    script, picture = GALLERY / f"{name}.py", tmp_path / f"{name}.png"
+    assert len(script.read_text().splitlines()) <= 80
+    page = (EXAMPLES.parent / "docs" / "gallery.md").read_text()
+    assert f"(images/gallery/{name}.png)" in page
+    assert f"(../examples/gallery/{name}.py)" in page
+    assert (PICTURES / f"{name}.png").stat().st_size <= 150_000
+    for module in ("style", "gap"):  # of this folder, and not for longer than this test
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(str(GALLERY))
+    monkeypatch.setattr(sys, "argv", [name, "--smoke", "--out", str(tmp_path)])
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out == f"wrote {picture}\n"
+    assert picture.stat().st_size > 10_000
 
 
 def test_active_learning(capsys):

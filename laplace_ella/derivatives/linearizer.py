@@ -52,7 +52,11 @@ from laplace_ella.errors import InsufficientMemoryError
 from laplace_ella.support.batches import Batch, chunks, has_values
 from laplace_ella.support.layout import OutputLayout, Positions, check_outputs
 from laplace_ella.support.metric import Metric, split_gradients
-from laplace_ella.support.preserve import differentiable_kernels, full_precision
+from laplace_ella.support.preserve import (
+    autocast_enabled,
+    differentiable_kernels,
+    full_precision,
+)
 from laplace_ella.support.resources import budget_of, human_bytes, parse_bytes
 from laplace_ella.support.span import Span
 
@@ -195,7 +199,7 @@ class Linearizer:
     def _autocast(self) -> bool:
         """Under autocast other ways may work: `vmap`, for example, has no batch
         normalisation of mixed precision."""
-        return torch.is_autocast_enabled(self.device.type)
+        return autocast_enabled(self.device)
 
     def modes(self, rank: int) -> Modes:
         """Decisions so far for `rank` directions, under the current autocast state."""
@@ -312,7 +316,7 @@ class Linearizer:
                 f = self.fn(self.fn.parameters(), batch.inputs)
             check_outputs(f, self.layout, 0)
             return Probe(tuple(f.shape[1:]), Activations(0, 0))
-        except torch.OutOfMemoryError:
+        except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # many layers refuse an empty batch
             if self._probes:

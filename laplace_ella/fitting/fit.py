@@ -56,6 +56,7 @@ from laplace_ella.support.collective import ALONE, Collective
 from laplace_ella.support.fingerprint import digest
 from laplace_ella.support.layout import Positions
 from laplace_ella.support.loaders import Rest, loader_batches
+from laplace_ella.support.preserve import autocast_enabled
 from laplace_ella.support.resources import budget_of
 from laplace_ella.support.span import Sketch
 from laplace_ella.tuning.cache import FeatureCache
@@ -384,7 +385,7 @@ class Fitter:
         """
         linearizer = self.linearizer
         supported = linearizer.device.type in ("cpu", "cuda", "meta")
-        mixed = torch.is_autocast_enabled(linearizer.device.type)
+        mixed = autocast_enabled(linearizer.device)
         if linearizer.dtype == torch.float64 or mixed or not supported:
             return self
         double = dataclasses.replace(

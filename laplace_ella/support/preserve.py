@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "autocast_enabled",
     "differentiable_kernels",
     "evaluation_mode",
     "full_precision",
@@ -53,6 +54,16 @@ def undisturbed(
         torch.set_grad_enabled(create_graph),
     ):
         yield
+
+
+def autocast_enabled(device: torch.device) -> bool:
+    """Whether models on this device run in mixed precision at the moment."""
+    try:
+        return torch.is_autocast_enabled(device.type)
+    except TypeError:  # torch 2.3 has a function for each kind of device
+        if device.type == "cpu":
+            return torch.is_autocast_cpu_enabled()
+        return torch.is_autocast_enabled()
 
 
 def full_precision(device: torch.device) -> torch.autocast:
