@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,19 @@ from laplace_ella.comparison.loaders import (
     survey,
 )
 from laplace_ella.comparison.memory import Problem, describe_problem
-from laplace_ella.comparison.methods import Method, Tuning, resolve_methods
+from laplace_ella.comparison.methods import (
+    Method,
+    Tuning,
+    plain_value,
+    resolve_methods,
+)
 from laplace_ella.comparison.predictions import output_rows, target_rows
+from laplace_ella.comparison.provenance import (
+    Provenance,
+    describe_device,
+    now,
+    versions,
+)
 from laplace_ella.comparison.report import Report
 from laplace_ella.comparison.results import Result
 from laplace_ella.comparison.settings import Settings, check_seeds, make_settings
@@ -164,6 +175,7 @@ def compare(
     >>> [row.method for row in report.rows()]
     ['map', 'kron']
     """
+    _check_model(model)
     settings = make_settings(
         likelihood=likelihood,
         links=links,
@@ -214,10 +226,21 @@ def compare(
     if limit is None and (free := available_memory(device)) is not None:
         limit = int(MEMORY_SHARE * free)
     run = Evaluation(model, device, settings, problem, data, limit, exact)
-    return _loop(run, chosen, seed_list, stored, base_key, cache, progress_bar)
+    origin = _provenance(run, surveys, seed_list, asked)
+    return _loop(run, chosen, seed_list, stored, base_key, cache, progress_bar, origin)
 
 
 # --- before the first fit ------------------------------------------------------------
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"The model ({type(model).__name__}) has no trainable parameters, so there "
+            "is nothing to be uncertain about. Set requires_grad of some."
+        )
 
 
 def _reference(
@@ -313,6 +336,44 @@ def _residual_rmse(
     return max(rmse, 1e-3)
 
 
+# --- where the numbers come from -----------------------------------------------------
+
+
+def _provenance(
+    run: Evaluation,
+    surveys: Mapping[str, Survey],
+    seeds: Sequence[int],
+    memory_budget: int | None,
+) -> Provenance:
+    roles = {
+        "train_loader": "training",
+        "val_loader": "validation",
+        "test_loader": "test",
+        **{f"ood_loaders[{name!r}]": f"OOD: {name}" for name in run.data.ood},
+    }
+    options = {
+        **{name: plain_value(value) for name, value in asdict(run.settings).items()},
+        "links": list(run.settings.links),
+        "seeds": list(seeds),
+        "reference": None if (r := run.reference_method) is None else r.name,
+        "memory_budget": memory_budget,
+    }
+    return Provenance(
+        model=type(run.model).__name__,
+        n_params=run.problem.n_params,
+        output_shape=run.problem.output_shape,
+        n_data={
+            role: surveys[name].n_data
+            for name, role in roles.items()
+            if name in surveys
+        },
+        options=options,
+        versions=versions(),
+        device=describe_device(run.device),
+        date=now(),
+    )
+
+
 # --- all methods ---------------------------------------------------------------------
 
 
@@ -324,6 +385,7 @@ def _loop(
     base_key: str,
     cache: str | os.PathLike[str] | None,
     progress_bar: bool,
+    origin: Provenance,
 ) -> Report:
     """Run what the cache does not have, row by row."""
     known = {(r.key, r.link, r.seed): r for r in stored.results if r.ok}
@@ -353,9 +415,10 @@ def _loop(
                 results.append(Result(method.name, "", seed, "interrupted", key=key))
             if cache is not None:
                 done = [r for r in results if r.ok]
-                stored = stored.merge(Report(done, likelihood))
+                fresh = Report(done, likelihood, provenance=origin)
+                stored = stored.merge(fresh)
                 stored.save(cache)
-    return Report(results, likelihood, interrupted)
+    return Report(results, likelihood, interrupted, origin)
 
 
 def describe_result(result: Result) -> str:
