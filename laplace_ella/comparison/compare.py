@@ -47,7 +47,7 @@ from laplace_ella.support.layout import OutputLayout
 from laplace_ella.support.preserve import evaluation_mode
 from laplace_ella.support.resources import available_memory, parse_bytes
 
-__all__ = ["compare"]
+__all__ = ["MEMORY_SHARE", "check_network", "compare"]
 
 #: Share of the free memory that a method may be estimated to need.
 MEMORY_SHARE = 0.8
@@ -175,7 +175,7 @@ def compare(
     >>> [row.method for row in report.rows()]
     ['map', 'kron']
     """
-    _check_model(model)
+    check_network(model)
     settings = make_settings(
         likelihood=likelihood,
         links=links,
@@ -233,7 +233,8 @@ def compare(
 # --- before the first fit ------------------------------------------------------------
 
 
-def _check_model(model: Any) -> None:
+def check_network(model: Any) -> None:
+    """Refuse what is no network that can be trained."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if not any(p.requires_grad for p in model.parameters()):

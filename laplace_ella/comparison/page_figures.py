@@ -62,7 +62,7 @@ def figure_groups(report: Report) -> list[Panels]:
     """
     import matplotlib
 
-    style = {
+    style: dict[Any, Any] = {
         "svg.fonttype": "none",  # letters stay letters: they can be read and searched
         "svg.hashsalt": "laplace-ella",  # the same report is the same file
         "text.parse_math": False,  # names of methods are what they are
