@@ -236,7 +236,8 @@ def _add_doctor(commands: Any) -> None:
         "--time-budget",
         type=float,
         metavar="SECONDS",
-        help="that a fit may take to be recommended (default: 600)",
+        help="that a fit, or a thousand predictions, may take to be recommended "
+        "(default: 600)",
     )
     _add_quiet(doctor)
     _add_data(doctor)

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from laplace_ella import metrics
 from laplace_ella.comparison.cache_keys import method_key, problem_key
 from laplace_ella.comparison.evaluation import Data, Evaluation
+from laplace_ella.comparison.laplace_run import NotRun
 from laplace_ella.comparison.loaders import (
     CountedLoader,
     Survey,
@@ -32,6 +33,7 @@ from laplace_ella.comparison.methods import (
     resolve_methods,
 )
 from laplace_ella.comparison.predictions import output_rows, target_rows
+from laplace_ella.comparison.progress import BAR_FORMAT, Sizes, expected_work
 from laplace_ella.comparison.provenance import (
     Provenance,
     describe_device,
@@ -40,6 +42,7 @@ from laplace_ella.comparison.provenance import (
 )
 from laplace_ella.comparison.report import Report
 from laplace_ella.comparison.results import Result
+from laplace_ella.comparison.runner import tuning_of
 from laplace_ella.comparison.settings import Settings, check_seeds, make_settings
 from laplace_ella.comparison.tables import format_value, heading
 from laplace_ella.support import batches
@@ -150,7 +153,7 @@ def compare(
         tensors; the settings; the device and the versions of this package,
         laplace-torch, torch and Python
     progress_bar : bool
-        a bar, and each row as it is done, on stderr
+        a bar with the time left, and each row as it is done, on stderr
     dict_key_x, dict_key_y : str
         as for `Laplace`, when batches are mappings
     output_layout : OutputLayout or str
@@ -391,21 +394,29 @@ def _loop(
     """Run what the cache does not have, row by row."""
     known = {(r.key, r.link, r.seed): r for r in stored.results if r.ok}
     jobs = [(method, seed) for method in methods for seed in seeds]
+    work = {method.name: _work(run, method, origin) for method in methods}
     results: list[Result] = []
     likelihood = run.settings.likelihood
     interrupted = False
-    with tqdm(jobs, disable=not progress_bar, file=sys.stderr, unit="fit") as bar:
-        for method, seed in bar:
+    with tqdm(
+        total=sum(work[method.name] for method, _ in jobs),
+        disable=not progress_bar,
+        file=sys.stderr,
+        bar_format=BAR_FORMAT,
+        smoothing=0.0,  # methods differ: only the mean speed tells of the others
+    ) as bar:
+        for number, (method, seed) in enumerate(jobs, 1):
             key = method_key(base_key, method)
             wanted = [(key, link, seed) for link in run.links(method)]
             if all(row in known for row in wanted):
                 # The name is not part of the key: renaming a method keeps its results.
                 results += [replace(known[row], method=method.name) for row in wanted]
+                bar.total -= work[method.name]
                 continue
             if interrupted:
                 results.append(Result(method.name, "", seed, "interrupted", key=key))
                 continue
-            bar.set_description(method.name)
+            bar.set_description(f"{method.name} ({number} of {len(jobs)})")
             try:
                 for result in run.results(method, seed, key):
                     results.append(result)
@@ -414,12 +425,29 @@ def _loop(
             except KeyboardInterrupt:
                 interrupted = True
                 results.append(Result(method.name, "", seed, "interrupted", key=key))
+            if results[-1].ok:
+                bar.update(work[method.name])
+            else:  # what was not done took no time, and is not left either
+                bar.total -= work[method.name]
             if cache is not None:
                 done = [r for r in results if r.ok]
                 fresh = Report(done, likelihood, provenance=origin)
                 stored = stored.merge(fresh)
                 stored.save(cache)
     return Report(results, likelihood, interrupted, origin)
+
+
+def _work(run: Evaluation, method: Method, origin: Provenance) -> float:
+    """What is expected of a method, for the progress bar."""
+    n_data = dict(origin.n_data)
+    n_train, n_val = n_data.pop("training"), n_data.pop("validation", 0)
+    sizes = Sizes(n_train, n_val, sum(n_data.values()), run.problem.n_outputs)
+    try:
+        tune = tuning_of(method, run.settings, run.data.val)
+    except NotRun:
+        return 0.0
+    grid_size, n_links = run.settings.grid_size, len(run.links(method))
+    return expected_work(method, tune, sizes, grid_size, n_links)
 
 
 def describe_result(result: Result) -> str:

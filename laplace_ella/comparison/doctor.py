@@ -36,6 +36,7 @@ from laplace_ella.comparison.forecast import (
 from laplace_ella.comparison.loaders import is_map_style, split, survey
 from laplace_ella.comparison.memory import Problem, describe_problem
 from laplace_ella.comparison.methods import Tuning, resolve_methods
+from laplace_ella.comparison.progress import BAR_FORMAT
 from laplace_ella.comparison.settings import Settings, check_likelihood
 from laplace_ella.support import batches, resources
 from laplace_ella.support.checks import check_positive, member
@@ -122,13 +123,11 @@ def _check_registration() -> list[str]:
 
 # --- a model -------------------------------------------------------------------------
 
-#: Seconds that a fit may take to be recommended.
+#: Seconds that a fit, or a thousand predictions, may take to be recommended.
 TIME_BUDGET = 600.0
 
 #: Outputs up to which the variance outside the directions is recommended.
 FEW_OUTPUTS = 100
-
-_BAR = "{desc:<28} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def check_model(
     memory_budget : int or str, optional
         bytes, or a text like "8 GB"; default 80 % of what is free
     time_budget : float
-        seconds that a fit may take to be recommended
+        seconds that a fit, or a thousand predictions, may take to be recommended
     progress_bar : bool
         on stderr, with the time left
 
@@ -239,7 +238,7 @@ def check_model(
             disable=not progress_bar,
             file=sys.stderr,
             leave=False,
-            bar_format=_BAR,
+            bar_format=BAR_FORMAT,
         ) as bar:
             works, problems = _check_derivatives(patient, bar)
             _print_memory(patient)
@@ -436,7 +435,7 @@ def _recommend(
     within = "" if patient.limit is None else f"{human_bytes(patient.limit)} and "
     _say(
         "\nFit and prediction, forecast from measurements on a few inputs "
-        f"(may use {within}{human_seconds(time_budget)}):\n"
+        f"({within}{human_seconds(time_budget)} may be used):\n"
         "  n_eigenvalues      memory         fit   1,000 predictions"
     )
     for f in found:
@@ -466,11 +465,12 @@ def _advice(patient: _Patient, chosen: Forecast, time_budget: float) -> str:
     else:
         options |= patient.complement
         why = "the most directions that fit into memory and time"
-        if chosen.fit_seconds > time_budget:
-            why = (
-                f"the fastest of them, though its fit takes more than "
-                f"{human_seconds(time_budget)}; fewer data or stochastic=True take less"
-            )
+    if chosen.longest > time_budget:
+        why = (
+            "the fastest of them, though it takes more than "
+            f"{human_seconds(time_budget)}; fewer data, or less of the network "
+            "(parameter_names), take less"
+        )
     layout = patient.settings.output_layout
     if layout is not OutputLayout.FLAT:
         options["output_layout"] = layout.value
