@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from laplace_ella.comparison import forecast as module
-from laplace_ella.comparison.forecast import Forecast, Way, choose, forecast
+from laplace_ella.comparison.forecast import Forecast, Line, Way, choose, forecast
 from laplace_ella.comparison.memory import Problem
 
 PROBLEM = Problem(
@@ -37,18 +37,19 @@ def _free_algebra(monkeypatch):
     [(20, False, 2000, 20), ("exact", False, 10_000, 500), (20, True, 2256, 20)],
 )
 def test_counts(n_eigenvalues, regression, rows, rank):
-    forward = Way(0.5, 0.25, 1.0, 0.5, 3.0, False, torch.float32)
+    forward = Way(Line(0.5, 0.25), Line(1.0, 0.5), 3.0, False, torch.float32)
     fit, predict = forecast(
-        n_eigenvalues, [forward], PROBLEM, 2000, regression, torch.device("cpu")
+        n_eigenvalues, [forward], PROBLEM, 2000, regression, torch.device("cpu"), 0.1
     )
-    assert fit == pytest.approx(rows * 3.0 + 1000 * (0.5 + 0.25 * rank))
+    read = 0.1 * 2 * 1000  # once for gradients, once for features
+    assert fit == pytest.approx(read + rows * 3.0 + 1000 * (0.5 + 0.25 * rank))
     assert predict == pytest.approx(1.0 + 0.5 * rank)
 
 
 @pytest.mark.usefixtures("_free_algebra")
 def test_the_fastest_way_counts():
-    forward = Way(0.0, 1.0, 0.0, 1.0, 0.0, False, torch.float32)
-    reverse = Way(30.0, 0.0, 30.0, 0.0, 0.0, True, torch.float32)
+    forward = Way(Line(0.0, 1.0), Line(0.0, 1.0), 0.0, False, torch.float32)
+    reverse = Way(Line(30.0, 0.0), Line(30.0, 0.0), 0.0, True, torch.float32)
     ways = [forward, reverse]
 
     def predict(rank):

@@ -12,6 +12,7 @@ import copy
 import importlib.metadata
 import platform
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -141,6 +142,7 @@ class _Patient:
     inputs: Inputs
     limit: int | None
     device: torch.device
+    load_seconds: float
 
     def build(self, **kwargs: Any) -> Any:
         """An `ELLALaplace` of the model that is not fitted."""
@@ -206,7 +208,9 @@ def check_model(
     if asked is not None:
         limit = resources.parse_bytes(asked)
     with evaluation_mode(model), random_states(device, train):
+        start = time.perf_counter()
         batch = next(iter(train), None)
+        loading = time.perf_counter() - start
         if batch is None:
             return ["train_loader yielded no batch; it needs at least one."]
         x, y = split(batch, settings.dict_key_y)
@@ -232,7 +236,18 @@ def check_model(
                 "(B, C, ...) from the function as well."
             ]
         inputs = Inputs(batch, settings)
-        patient = _Patient(model, train, settings, problem, inputs, limit, device)
+        # Processes beside this one read while it computes.
+        alone = not getattr(train, "num_workers", 0)
+        patient = _Patient(
+            model,
+            train,
+            settings,
+            problem,
+            inputs,
+            limit,
+            device,
+            loading / problem.batch if alone else 0.0,
+        )
         with tqdm(
             total=3 + 4 + 1 + len(RANKS),
             disable=not progress_bar,
@@ -410,7 +425,13 @@ def _forecasts(patient: _Patient, works: list[str], bar: Any) -> list[Forecast]:
         times = (float("nan"), float("nan"))
         if fits:
             times = forecast(
-                rank, used, problem, PAPER["subsample_size"], regression, device
+                rank,
+                used,
+                problem,
+                PAPER["subsample_size"],
+                regression,
+                device,
+                patient.load_seconds,
             )
         size = memory.total if fits else memory.needed
         found.append(Forecast(rank, size, fits, *times))

@@ -29,6 +29,7 @@ __all__ = [
     "RANKS",
     "Forecast",
     "Inputs",
+    "Line",
     "Way",
     "choose",
     "forecast",
@@ -41,6 +42,9 @@ FEW, MORE = 2, 8
 
 #: Seconds that one measurement may take before fewer inputs have to do.
 PATIENCE = 0.2
+
+#: Inputs and gradients that are measured at most.
+AT_MOST = 64
 
 #: Ranks that are looked at where the exact posterior is out of reach, largest first.
 RANKS = (512, 128, 20)
@@ -75,33 +79,25 @@ class Inputs:
 
         return Inputs(batches.map_tensors(double, self.batch), self.settings)
 
-    def first(self, n: int) -> Any:
-        """A batch of the first `n` examples."""
-        x, y = batches.split_batch(self.batch, self.settings.dict_key_y)
-        some = batches.take(x, slice(0, n), self.size)
-        return some if isinstance(self.batch, Mapping) else (some, y[:n])
-
-    def x(self, n: int, device: torch.device) -> Any:
-        x, _ = batches.split_batch(self.first(n), self.settings.dict_key_y)
-        return batches.to_device(x, device)
-
-    def loader(self, n: int) -> DataLoader:
-        """A loader of one batch, the first `n` examples."""
-        some = self.first(n)
-
-        def collate(indices: list[Any]) -> Any:
-            chosen = torch.stack([i for (i,) in indices])
-            return Inputs(some, self.settings).pick(chosen)
-
-        return DataLoader(
-            TensorDataset(torch.arange(n)), batch_size=n, collate_fn=collate
-        )
-
-    def pick(self, index: torch.Tensor) -> Any:
+    def pick(self, index: slice | torch.Tensor) -> Any:
         """A batch of the examples `index`."""
         x, y = batches.split_batch(self.batch, self.settings.dict_key_y)
         some = batches.take(x, index, self.size)
         return some if isinstance(self.batch, Mapping) else (some, y[index])
+
+    def x(self, n: int, device: torch.device) -> Any:
+        """The inputs of the first `n` examples."""
+        some = self.pick(slice(0, n))
+        x, _ = batches.split_batch(some, self.settings.dict_key_y)
+        return batches.to_device(x, device)
+
+    def loader(self, n: int) -> DataLoader:
+        """A loader of one batch, the first `n` examples."""
+        return DataLoader(
+            TensorDataset(torch.arange(n)),
+            batch_size=n,
+            collate_fn=lambda items: self.pick(torch.stack([i for (i,) in items])),
+        )
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -125,35 +121,46 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 @dataclass(frozen=True)
+class Line:
+    """Seconds that grow with the number of directions."""
+
+    start: float
+    slope: float
+
+    @classmethod
+    def through(cls, low: tuple[int, float], high: tuple[int, float]) -> Line:
+        """By two measurements, (directions, seconds); never negative."""
+        (k, t), (more, u) = low, high
+        slope = max(0.0, (u - t) / (more - k)) if more > k else 0.0
+        return cls(max(0.0, t - k * slope), slope)
+
+
+@dataclass(frozen=True)
 class Way:
-    """Seconds of one way to compute features, per input.
+    """Seconds of one way to compute features.
 
     Attributes
     ----------
-    features, per_direction : float
-        of φ(x), with no directions, and for each
-    predicting, per_direction_predicting : float
-        of a whole prediction
+    features, predicting : Line
+        of φ(x), and of a whole prediction, per input
     rows : float
         of one sampled gradient
     by_product : bool
-        the Jacobian is formed, and multiplied by all directions: their cost is that
-        of the product, and `per_direction` is 0
+        the Jacobian is formed, and multiplied by all directions: what these cost is
+        that product, and the lines are flat
     dtype : torch.dtype
         of the derivatives
     """
 
-    features: float
-    per_direction: float
-    predicting: float
-    per_direction_predicting: float
+    features: Line
+    predicting: Line
     rows: float
     by_product: bool
     dtype: torch.dtype
 
-    def more(self, rank: int, per_direction: float, product: float) -> float:
-        """Seconds of so many directions: of each, or of one product with all."""
-        return product if self.by_product else rank * per_direction
+    def seconds(self, line: Line, rank: int, product: float) -> float:
+        """Of `rank` directions, whose product with a Jacobian takes `product`."""
+        return line.start + (product if self.by_product else rank * line.slope)
 
 
 def measure_way(
@@ -181,27 +188,24 @@ def measure_way(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # few inputs have few directions
-        # One input tells how many can be afforded, and at least so many as are needed.
-        least = -(-MORE // n_outputs)
-        la = fitted(min(least, inputs.size), FEW)
+        # As many inputs as have the directions, and more where one is quick.
+        least = min(inputs.size, -(-MORE // n_outputs))
+        la = fitted(least, FEW)
         one = inputs.x(1, device)
-        first = seconds(lambda: la(one), device)
-        n = max(min(least, inputs.size), min(inputs.size, int(PATIENCE / first), 64))
+        quick = int(PATIENCE / seconds(lambda: la(one), device))
+        n = max(least, min(inputs.size, quick, AT_MOST))
         x = inputs.x(n, device)
-        times = []
-        for rank in (FEW, MORE):
+
+        def timed(rank: int) -> tuple[tuple[int, float], tuple[int, float]]:
             la = fitted(n, rank)
-            rank = la.rank  # fewer where gradients are alike
-            features = seconds(lambda la=la: la.features(x), device) / n
-            predicting = seconds(lambda la=la: la(x), device) / n
-            times.append((rank, features, predicting))
+            features = seconds(lambda: la.features(x), device) / n
+            predicting = seconds(lambda: la(x), device) / n
+            return (la.rank, features), (la.rank, predicting)
+
+        few, more = timed(FEW), timed(FEW if by_product else MORE)
         rows = _row_seconds(build, inputs, n, n_outputs, device)
-    (low, *base), (high, *top) = times
-    if by_product or high == low:
-        return Way(base[0], 0.0, base[1], 0.0, rows, by_product, dtype)
-    slopes = [max(0.0, (t - b) / (high - low)) for b, t in zip(base, top, strict=True)]
-    starts = [max(0.0, b - low * s) for b, s in zip(base, slopes, strict=True)]
-    return Way(starts[0], slopes[0], starts[1], slopes[1], rows, by_product, dtype)
+    features, predicting = (Line.through(few[i], more[i]) for i in (0, 1))
+    return Way(features, predicting, rows, by_product, dtype)
 
 
 def _row_seconds(
@@ -212,7 +216,7 @@ def _row_seconds(
     device: torch.device,
 ) -> float:
     """Seconds of a sampled gradient: the slope over their number."""
-    many = min(n * n_outputs, 64)
+    many = min(n * n_outputs, AT_MOST)
 
     def of(m: int) -> float:
         la = build(subsample_size=m, n_eigenvalues=1)
@@ -309,6 +313,7 @@ def forecast(
     n_samples: int,
     is_regression: bool,
     device: torch.device,
+    load_seconds: float = 0.0,
 ) -> tuple[float, float]:
     """Seconds of a fit and of the prediction for one input.
 
@@ -323,6 +328,8 @@ def forecast(
     is_regression : bool
         whose gradients are the curvature's own, so that their spectrum is used whole
     device : torch.device
+    load_seconds : float
+        to read one example, once for its gradient and once for its features
     """
     N, P, C, B = problem.n_data, problem.n_params, problem.n_outputs, problem.batch
     exact = n_eigenvalues == "exact"
@@ -339,12 +346,12 @@ def forecast(
     product = product_seconds(C * B, P, K, dtype, device) / B
     curvature = product_seconds(K, C * B, K, torch.float64, device) / B
     root = product_seconds(C * B, K, K, torch.float64, device) / B
-    features = min(w.features + w.more(K, w.per_direction, product) for w in ways)
-    predicting = min(
-        w.predicting + w.more(K, w.per_direction_predicting, product) for w in ways
-    )
-    rows = min(w.rows for w in ways)
-    return n_rows * rows + basis + N * (features + curvature), predicting + root
+    features = min(way.seconds(way.features, K, product) for way in ways)
+    predicting = min(way.seconds(way.predicting, K, product) for way in ways)
+    rows = min(way.rows for way in ways)
+    reading = (N + min(N, M)) * load_seconds
+    fit = reading + n_rows * rows + basis + N * (features + curvature)
+    return fit, predicting + root
 
 
 def choose(found: list[Forecast], time_budget: float) -> Forecast | None:

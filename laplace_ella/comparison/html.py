@@ -165,8 +165,8 @@ def _origin(report: Report) -> dict[str, dict[str, str]]:
         **known.options,
         "seeds": seeds,
     }
-    # What has no meaning for this likelihood.
-    idle = (
+    # What has no meaning for this likelihood, or for the reader of the numbers.
+    idle = {"dict_key_x", "dict_key_y"} | (
         {"links", "n_samples", "n_bins"}
         if report.likelihood == "regression"
         else {"sigma_noise"}
