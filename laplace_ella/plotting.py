@@ -25,6 +25,7 @@ from laplace_ella.comparison.plot_style import (
     plain,
 )
 from laplace_ella.comparison.report import Report
+from laplace_ella.comparison.report_plots import plot_coverage, plot_differences
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "plot_boxes",
     "plot_cost_quality",
+    "plot_coverage",
+    "plot_differences",
     "plot_error_heatmap",
     "plot_error_versus_confidence",
     "plot_history",
@@ -483,6 +486,10 @@ def plot_cost_quality(
             label=label,
         )
     ax.set_xscale("log")
+    # Seconds as one says them, 0.1 rather than a power of ten.
+    seen = [max(row.mean[cost], 1e-3) for row in rows]
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter("{x:g}" if max(seen) < 5 * min(seen) else "")
     ax.set_xlabel(axis_label(cost))
     ax.set_ylabel(axis_label(quality))
     ax.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
