@@ -37,6 +37,12 @@ class ComputeOptions:
         precision of the directions; that of the gradients if None
     basis_device : torch.device, optional
         where the directions are kept; the model's device if None
+
+    Examples
+    --------
+    >>> options = ComputeOptions(feature_mode="reverse", memory_budget="8 GB")
+    >>> options.feature_mode
+    <FeatureMode.REVERSE: 'reverse'>
     """
 
     feature_mode: FeatureMode = FeatureMode.AUTO

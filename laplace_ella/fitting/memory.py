@@ -49,6 +49,19 @@ class MemoryEstimate:
         rows that are kept in memory within the budget
     n_samples : int
         M
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Linear(2, 3)
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
+    >>> estimate = la.estimate_memory(DataLoader(data, batch_size=25))
+    >>> estimate.fits, estimate.method
+    (True, 'exact')
     """
 
     basis: int
