@@ -12,9 +12,9 @@ CORE_TESTS := $(addprefix tests/test_,complement.py core_dense.py errors.py \
 # What other people's libraries are needed for, in an environment of their own.
 CLIENTS := .venv-clients
 CLIENT_TESTS := $(addprefix tests/test_,architectures.py clients.py collators.py \
-	mean_field.py)
+	mean_field.py pages.py)
 
-.PHONY: help demo results-demo test test-new test-old test-clients lint format clean
+.PHONY: help demo results-demo docs test test-new test-old test-clients lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -28,6 +28,10 @@ $(BIN)/python:
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e ".[demo]"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
@@ -47,6 +51,10 @@ $(CLIENTS)/.done: pyproject.toml | $(BIN)/python
 
 demo: $(VENV)/.demo ## compare ELLA with the rest of the family on embedded data
 	$(BIN)/python -W ignore -m laplace_ella demo
+
+# The variable silences an announcement of mkdocs-material about other projects.
+docs: $(VENV)/.docs ## build the documentation, site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 results-demo: $(VENV)/.demo ## write the demo's tables and figures into the repository
 	$(BIN)/python -W ignore -m laplace_ella demo --out examples/paper/results/demo
@@ -72,5 +80,5 @@ format: $(VENV)/.test ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove the environments
-	rm -rf $(VENV) $(OLD_LAPLACE) $(CLIENTS)
+clean: ## remove the environments and the built site
+	rm -rf $(VENV) $(OLD_LAPLACE) $(CLIENTS) site
