@@ -9,7 +9,7 @@ Regression works on the joint covariance of `la(pool, joint=True)`, in closed fo
 
 Which posterior, which score
 ----------------------------
-Train with weight decay, and let the posterior have the prior that it stands for ::
+Train with weight decay, and let the posterior have the prior that it stands for:
 
     la = Laplace(
         model, "classification", "all", "nystrom",

@@ -4,6 +4,8 @@ The one definition of each, for tuning and reports alike, so that what is tuned 
 is judged. Scores are plain floats. Accuracy, calibration error, AUROC and mean squared
 error are torchmetrics'; what it lacks is written here. Index legend: N data, C outputs.
 
+Examples
+--------
 >>> probs = torch.tensor([[0.9, 0.1], [0.4, 0.6]])
 >>> targets = torch.tensor([0, 0])
 >>> accuracy(probs, targets), round(nll(probs, targets), 4)

@@ -98,6 +98,8 @@ def test_results_are_those_of_the_result_files(update_results):
         text = page.read_text()
         filled += "<!-- end -->" in text
         assert update_results.fill(text) == text, name(page)
+        # Markdown would begin a new paragraph there.
+        assert not re.search(r"^ *<!-- cell", text, re.MULTILINE), name(page)
     assert filled >= 3
 
 

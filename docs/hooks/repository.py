@@ -42,15 +42,13 @@ def linked(page: Path) -> Iterator[Path]:
 
 def from_elsewhere() -> list[Path]:
     """Files outside docs/ that belong to the site, by following links."""
-    found: dict[Path, None] = {}
-    waiting = [*sorted(DOCS.rglob("*.md")), ROOT / "CHANGELOG.md"]
+    seen: set[Path] = set()
+    waiting = {*DOCS.rglob("*.md"), ROOT / "CHANGELOG.md"}
     while waiting:
-        page = waiting.pop()
-        if not page.is_relative_to(DOCS):
-            found[page] = None
-        if page.suffix == ".md":
-            waiting += [path for path in linked(page) if path not in found]
-    return sorted(path for path in found if not path.is_relative_to(DOCS))
+        seen |= waiting
+        pages = (path for path in waiting if path.suffix == ".md")
+        waiting = {path for page in pages for path in linked(page)} - seen
+    return sorted(path for path in seen if not path.is_relative_to(DOCS))
 
 
 def place(path: Path) -> str:
