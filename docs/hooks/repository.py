@@ -19,6 +19,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+#: where readers of the repository start; those of the site have a page of their own
+START = ROOT / "README.md"
 
 #: files that are on the site as they are; others become pages that show them
 AS_THEY_ARE = {".md", ".png", ".svg"}
@@ -29,34 +31,40 @@ LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)\s#]+)(#[^)\s]*)?(?=\))")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
 
+def target(page: Path, link: str) -> Path | None:
+    """The file of the repository that a link of a page leads to, if there is one."""
+    path = Path(os.path.normpath(page.parent / link))
+    if path.is_dir():
+        path /= "README.md"
+    return path if path.is_relative_to(ROOT) and path.is_file() else None
+
+
 def linked(page: Path) -> Iterator[Path]:
     """Files of the repository that a page links to."""
     prose = CODE.sub("", page.read_text())
-    for match in LINK.finditer(prose):
-        target = Path(os.path.normpath(page.parent / match[2]))
-        if target.is_dir():
-            target /= "README.md"
-        if target.is_relative_to(ROOT) and target.is_file():
-            yield target
+    found = (target(page, match[2]) for match in LINK.finditer(prose))
+    return (path for path in found if path is not None)
 
 
 def from_elsewhere() -> list[Path]:
     """Files outside docs/ that belong to the site, by following links."""
-    seen: set[Path] = set()
+    seen = {START}
     waiting = {*DOCS.rglob("*.md"), ROOT / "CHANGELOG.md"}
     while waiting:
         seen |= waiting
         pages = (path for path in waiting if path.suffix == ".md")
         waiting = {path for page in pages for path in linked(page)} - seen
-    return sorted(path for path in seen if not path.is_relative_to(DOCS))
+    return sorted(path for path in seen - {START} if not path.is_relative_to(DOCS))
 
 
 def place(path: Path) -> str:
     """Where a file of the repository is among the sources of the site."""
+    if path == START:
+        return "index.md"
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
-    place = path.relative_to(ROOT).as_posix()
-    return place if path.suffix in AS_THEY_ARE else f"{place}.md"
+    name = path.relative_to(ROOT).as_posix()
+    return name if path.suffix in AS_THEY_ARE else f"{name}.md"
 
 
 def source(file: File) -> Path:
@@ -93,12 +101,10 @@ def on_page_markdown(markdown: str, page, config, files: Files) -> str:
     here = posixpath.dirname(page.file.src_uri)
 
     def to_site(match: re.Match[str]) -> str:
-        target = Path(os.path.normpath(origin.parent / match[2]))
-        if target.is_dir():
-            target /= "README.md"
-        if not target.is_relative_to(ROOT) or not target.exists():
+        path = target(origin, match[2])
+        if path is None:
             return match[0]  # mkdocs says what is wrong with it
-        return match[1] + posixpath.relpath(place(target), here) + (match[3] or "")
+        return match[1] + posixpath.relpath(place(path), here) + (match[3] or "")
 
     parts, end = [], 0
     for code in CODE.finditer(markdown):
