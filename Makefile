@@ -12,7 +12,7 @@ CORE_TESTS := $(addprefix tests/test_,complement.py core_dense.py errors.py \
 # What other people's libraries are needed for, in an environment of their own.
 CLIENTS := .venv-clients
 CLIENT_TESTS := $(addprefix tests/test_,architectures.py clients.py collators.py \
-	mean_field.py)
+	mean_field.py pages.py)
 
 # The lower bounds of pyproject.toml, in an environment of their own.
 OLDEST := .venv-oldest
@@ -26,7 +26,7 @@ WHEEL := .venv-wheel
 
 GALLERY := $(filter-out %/style.py,$(wildcard examples/gallery/*.py))
 
-.PHONY: help demo results-demo gallery test test-new test-old test-oldest test-clients \
+.PHONY: help demo results-demo gallery docs test test-new test-old test-oldest test-clients \
 	lint format build clean
 
 help: ## show this list
@@ -41,6 +41,10 @@ $(BIN)/python:
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e ".[demo]"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
@@ -74,6 +78,10 @@ $(BUILD)/.done: | $(BIN)/python
 
 demo: $(VENV)/.demo ## compare ELLA with the rest of the family on embedded data
 	$(BIN)/python -W ignore -m laplace_ella demo
+
+# The variable silences an announcement of mkdocs-material about other projects.
+docs: $(VENV)/.docs ## build the documentation, site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 results-demo: $(VENV)/.demo ## write the demo's tables and figures into the repository
 	$(BIN)/python -W ignore -m laplace_ella demo --out examples/paper/results/demo
@@ -116,5 +124,5 @@ build: $(BUILD)/.done ## make sdist and wheel in dist/, and try the wheel as a u
 	$(WHEEL)/bin/laplace-ella --help > /dev/null
 	$(WHEEL)/bin/python tests/check_distribution.py installed
 
-clean: ## remove the environments
-	rm -rf $(VENV) $(OLD_LAPLACE) $(OLDEST) $(CLIENTS) $(BUILD) $(WHEEL)
+clean: ## remove the environments, the built site and the built packages
+	rm -rf $(VENV) $(OLD_LAPLACE) $(OLDEST) $(CLIENTS) $(BUILD) $(WHEEL) site build dist

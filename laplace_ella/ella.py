@@ -79,11 +79,10 @@ class ELLALaplace(PredictingLaplace):
     Laplace gives as P×P (`H`, `posterior_precision`, `posterior_covariance`) is K×K
     here, in the coordinates z, and float64.
 
+    Parameters up to `dict_key_y` are those of every `laplace.ParametricLaplace`.
+
     Parameters
     ----------
-    model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, \
-enable_backprop, dict_key_x, dict_key_y
-        as for every `laplace.ParametricLaplace`
     backend : CurvlinopsGGN, BackPackGGN, AsdlGGN, CurvlinopsEF, BackPackEF, AsdlEF \
 or None, default=None
         who takes the sampled gradients: torch.func (`Curvlinops...` and None), BackPACK

@@ -40,6 +40,21 @@ class ELLALLLaplace(ELLALaplace):
         reduction it does, is differentiated
     last_layer_name : str, optional
         name of the last layer; found by a forward pass at `fit` if None
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Sequential(
+    ...     torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
+    ... )
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(model, "classification", "last_layer", "nystrom", n_eigenvalues=10)
+    >>> la.fit(DataLoader(data, batch_size=25))
+    >>> la.n_params, la(torch.randn(4, 2)).shape
+    (51, torch.Size([4, 3]))
     """
 
     # how Laplace(..., subset_of_weights, hessian_structure) finds this class

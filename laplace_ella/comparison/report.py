@@ -55,6 +55,18 @@ class Report:
         whether the run was stopped before all methods were done
     provenance : Provenance or None
         model, data, settings and versions; None where it is not known
+
+    Examples
+    --------
+    >>> report = Report([
+    ...     Result("map", metrics={"nll": 0.30}, costs={"fit_s": 0.0}),
+    ...     Result("ella", "mc", metrics={"nll": 0.25}, costs={"fit_s": 1.5}),
+    ... ])
+    >>> print(report.to_markdown(["nll"]))
+    | method | link | NLL |
+    | --- | --- | ---: |
+    | map |  | 0.3000 |
+    | ella | mc | **0.2500** |
     """
 
     results: Sequence[Result]

@@ -98,6 +98,21 @@ class Modes:
         of gradients of single combinations of outputs
     jacobians : RowMode, optional
         of gradients of all outputs
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Linear(2, 3)
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
+    >>> la.fit(DataLoader(data, batch_size=25))
+    >>> la.modes.features.value in {"forward", "reverse"}
+    True
+    >>> Modes.from_dict(la.modes.to_dict()) == la.modes
+    True
     """
 
     features: FeatureMode | None = None

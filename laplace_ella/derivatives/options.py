@@ -42,6 +42,12 @@ class ComputeOptions:
         a `scratch_dir`
     scratch_dir : str or PathLike, optional
         folder for a file with gradients that do not fit in memory
+
+    Examples
+    --------
+    >>> options = ComputeOptions(feature_mode="reverse", memory_budget="8 GB")
+    >>> options.feature_mode
+    <FeatureMode.REVERSE: 'reverse'>
     """
 
     feature_mode: FeatureMode = FeatureMode.AUTO

@@ -54,6 +54,19 @@ class MemoryEstimate:
     disk : int
         all M sampled gradients where they are kept in a file; `rows` is then what they
         take of memory
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Linear(2, 3)
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
+    >>> estimate = la.estimate_memory(DataLoader(data, batch_size=25))
+    >>> estimate.fits, estimate.method
+    (True, 'exact')
     """
 
     basis: int

@@ -56,6 +56,21 @@ class NystromBasis:
     tail : torch.Tensor, optional
         the other eigenvalues of J̃J̃ᵀ, descending, float64; None where a summary of the
         gradients was kept and they are not known
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Linear(2, 3)
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
+    >>> la.fit(DataLoader(data, batch_size=25))
+    >>> la.basis.vectors.shape, la.basis.n_samples  # V (P, K), M = N·C
+    (torch.Size([9, 5]), 150)
+    >>> la.basis.truncate(3).rank
+    3
     """
 
     directions: torch.Tensor
