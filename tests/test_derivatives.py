@@ -7,10 +7,16 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_ella.derivatives import linearizer as module
 from laplace_ella.derivatives import sizes
-from laplace_ella.derivatives.features import FeatureMode
+from laplace_ella.derivatives.features import (
+    FeatureMode,
+    by_forward,
+    by_forward_loop,
+    by_reverse,
+)
 from laplace_ella.derivatives.linearizer import Linearizer, Modes
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.options import ComputeOptions
@@ -451,6 +457,48 @@ def test_sizes_follow_the_network():
     assert PassSizes(10**9, 4, Activations(1, 1)).rows_at_once(1000) == 1
     assert PassSizes(10**9, 4, Activations(1, 1)).outputs_at_once(1000) == 1
     assert little.outputs_at_once(10) == 10
+
+
+class Convolutions(TorchDispatchMode):
+    """Results of convolutions and of their derivatives, as they are in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.results = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "convolution" in str(func):
+            results = result if isinstance(result, tuple) else (result,)
+            self.results += [r for r in results if r is not None and r.ndim == 4]
+        return result
+
+
+def test_channels_last_inside():
+    """Activations, tangents and cotangents of a channels_last network keep its layout."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    model.extend([nn.Conv2d(4, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(45, 2)])
+    model = model.eval().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 7, 7).to(memory_format=torch.channels_last)
+    fn, V = function(model), directions(model, 3)
+    batch, units = Batch.of(x, "input_ids"), lambda f: torch.eye(2)
+    n_seen = {
+        lambda: by_forward(fn, x, V): 6,
+        lambda: by_forward_loop(fn, x, V): 6 * len(V),
+        lambda: by_reverse(fn, batch, V, units): 3,
+    }
+    for way, n in n_seen.items():
+        with torch.no_grad(), Convolutions() as convolutions:
+            way()
+        # Gradients of the weights, of 3×3 pixels, are not activations; the first
+        # layer has no tangent or cotangent of its inputs, unless it is all zeros.
+        sizes = [r.shape[-2:] for r in convolutions.results]
+        assert sizes
+        activations = [r for r in convolutions.results if r.shape[-1] in (5, 7)]
+        assert len(activations) >= n / 3
+        layout = torch.channels_last
+        assert all(r.is_contiguous(memory_format=layout) for r in activations)
 
 
 def test_no_way_works():

@@ -1,4 +1,4 @@
-"""Fill the tables of RESULTS.md and of the README from the files in results/.
+"""Fill the tables of RESULTS.md, the README and docs/ from the files in results/.
 
     python examples/paper/update_results.py
 
@@ -31,7 +31,9 @@ def fill(text: str) -> str:
 
 
 def main() -> None:
-    for page in (HERE / "RESULTS.md", HERE.parents[1] / "README.md"):
+    root = HERE.parents[1]
+    pages = (HERE / "RESULTS.md", root / "README.md", *(root / "docs").rglob("*.md"))
+    for page in pages:
         page.write_text(fill(page.read_text()))
 
 
