@@ -129,7 +129,9 @@ or None, default=None
         where and how precisely the directions are kept, for example torch.bfloat16 or
         "cpu" beside a model on a GPU
     compile : bool or dict, default=False
-        compile the forward-mode pass with `torch.compile`, with these arguments
+        compile the forward-mode pass with `torch.compile`, with these arguments; with
+        `feature_mode="reverse"` that of reverse mode, which takes minutes for deep
+        networks
     output_layout : OutputLayout or str, default="flat"
         where the outputs of models that predict at many positions (tokens, pixels) have
         their channels, see `OutputLayout`; predictions come in the model's layout.

@@ -298,10 +298,10 @@ def small_vit() -> nn.Module:
 #: Name: the network (those of the data folder by their own name), its inputs, C and K.
 NETWORKS: dict[str, tuple[Any, tuple[int, ...], int, int]] = {
     "ResNet-20": ("resnet20", (24, 3, 32, 32), 10, 20),
-    "EfficientNet-Lite0": ("efficientnet_lite0", (1, 3, 224, 224), 1000, 20),
-    "ViT-S/16": (small_vit, (1, 3, 224, 224), 1000, 10),
     "MLP 2×50, 10,000 inputs": (mlp, (10_000, 10), 1, 20),
     "transformer encoder": (Encoder, (64, 32, 64), 10, 20),
+    "EfficientNet-Lite0": ("efficientnet_lite0", (1, 3, 224, 224), 1000, 20),
+    "ViT-S/16": (small_vit, (1, 3, 224, 224), 1000, 10),
 }
 
 
