@@ -138,7 +138,9 @@ or None, default=None
         directions, where they do not fit in memory_budget; the directions are then used
         from the CPU. Several processes divide the gradients among them instead
     compile : bool or dict, default=False
-        compile the forward-mode pass with `torch.compile`, with these arguments
+        compile the forward-mode pass with `torch.compile`, with these arguments; with
+        `feature_mode="reverse"` that of reverse mode, which takes minutes for deep
+        networks
     output_layout : OutputLayout or str, default="flat"
         where the outputs of models that predict at many positions (tokens, pixels) have
         their channels, see `OutputLayout`; predictions come in the model's layout.

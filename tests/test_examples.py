@@ -293,6 +293,9 @@ def test_benchmark_tasks(paper, data_dir, tmp_path):
         "fit": {"tag": "fit"},
         "growth": {"P": 400, "C": 3},
         "options": {"option": "default", "tag": "option"},
+        "passes": {"network": "transformer encoder"},
+        "method": {"method": "ours, last stage, `top_outputs=3`"},
+        "batch_size": {"batch": 1},
     }.items():
         row = benchmark.TASKS[task](args, sizes | options)
         assert row["seconds"] >= 0

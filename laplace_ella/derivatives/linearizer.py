@@ -80,6 +80,9 @@ FEW_DIRECTIONS = 4
 FEW_OUTPUTS = 64
 
 
+#: Outputs and features of one pass.
+Way = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
 #: Everything chosen automatically.
 DEFAULT = ComputeOptions()
 
@@ -174,7 +177,7 @@ class Linearizer:
         self._row_modes: dict[bool, RowMode] = {}
         self._jacobian_modes: dict[bool, RowMode] = {}
         self._probes: dict[tuple[Any, ...], Probe] = {}
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: dict[Way, Way] = {}
         self._in_dtypes: dict[torch.dtype, Linearizer] = {}
 
     def with_options(self, options: ComputeOptions) -> Linearizer:
@@ -193,7 +196,7 @@ class Linearizer:
         return self._in_dtypes[dtype]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": None}  # compiled code is not picklable
+        return {**self.__dict__, "_compiled": {}}  # compiled code is not picklable
 
     @property
     def n_params(self) -> int:
@@ -672,7 +675,7 @@ class Linearizer:
         """
 
         def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            way = self._push_forward() if together else by_forward_loop
+            way = self._maybe_compiled(by_forward) if together else by_forward_loop
             with torch.set_grad_enabled(create_graph):
                 return way(self.fn, batch.inputs, V)
 
@@ -683,8 +686,11 @@ class Linearizer:
                 for numbers in order.split(self._outputs_at_once(batch, selection))
             ]
             if together:
+                # Deep networks take minutes to compile in reverse mode: not unasked.
+                asked = self.options.feature_mode is FeatureMode.REVERSE
+                way = self._maybe_compiled(by_reverse) if asked else by_reverse
                 with torch.set_grad_enabled(create_graph):
-                    parts = [by_reverse(self.fn, batch, V, block) for block in blocks]
+                    parts = [way(self.fn, batch, V, block) for block in blocks]
             else:
                 parts = [
                     by_reverse_loop(self.fn, batch, V, block, create_graph)
@@ -702,15 +708,15 @@ class Linearizer:
         }
         return ways[mode]
 
-    def _push_forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Forward mode, compiled at first use if that was asked for."""
+    def _maybe_compiled(self, way: Way) -> Way:
+        """One way to compute features, compiled at first use if that was asked for."""
         asked = self.options.compile
         if not asked:
-            return by_forward
-        if self._compiled is None:
+            return way
+        if way not in self._compiled:
             settings = asked if isinstance(asked, dict) else {}
-            self._compiled = torch.compile(by_forward, **settings)
-        return self._compiled
+            self._compiled[way] = torch.compile(way, **settings)
+        return self._compiled[way]
 
     def _feature_mode(
         self, batch: Batch, directions: torch.Tensor, selection: Selection

@@ -32,7 +32,8 @@ class ComputeOptions:
     chunk_size : int, optional
         examples that are differentiated at once; chosen by the network if None
     compile : bool or dict
-        compile the forward-mode pass; a dict holds arguments of `torch.compile`
+        compile the forward-mode pass, or with `feature_mode="reverse"` that of reverse
+        mode; a dict holds arguments of `torch.compile`
     memory_budget : int, float or str, optional
         bytes, or a text like "8 GB", that may be used; a share of what is free if None
     basis_dtype : torch.dtype, optional
