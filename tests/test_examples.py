@@ -442,6 +442,12 @@ def test_differences_under_corruption(paper, tmp_path):
         assert rows[0][f"{key}_error"] == pytest.approx(error)
 
 
+def test_summary_is_that_of_the_result_files(paper):
+    """`examples/paper/in_short.py` has nothing to change."""
+    published = PAPER / "results"
+    assert paper("in_short").page(published) == (published / "in_short.md").read_text()
+
+
 def test_calibrated(paper, data_dir, tmp_path):
     places = ["--data", str(data_dir), "--out", str(tmp_path)]
     paper("calibrated").main(["--smoke", "--only", "digits", *places])

@@ -110,15 +110,18 @@ def nystrom_methods(args: Any, head_rank: int) -> dict[str, Nystrom]:
 
 def make_methods(args: Any, setup: Cifar) -> Methods:
     """All settings, chosen on clean images."""
-    # Features of cifar10.py are those of its first images, in files of SHARD.
-    others = torch.arange(args.n_test)[-args.n_validation :]
-    if "halves" in args.protocols and others[0] < args.n_images:
+    # New images are the last ones of cifar10.py, far from the corrupted first ones.
+    first_new = args.n_test - args.n_validation
+    if "halves" in args.protocols and first_new < args.n_images:
         raise SystemExit(
             f"--n-test {args.n_test} leaves no {args.n_validation} images beside "
             f"the {args.n_images} corrupted ones; pass a larger --n-test."
         )
     names = sources(args.protocols)
-    features = {which: setup.features(which) for which in names}
+    features = {
+        which: setup.features(which, first_new // ella.SHARD if which == "test" else 0)
+        for which in names
+    }
     embedded = {
         which: Images(setup.embeddings(which, images), images.y)
         for which, images in ((which, setup.images(which)) for which in names)
@@ -126,6 +129,8 @@ def make_methods(args: Any, setup: Cifar) -> Methods:
     train = setup.train[: args.n_fit if args.smoke else None]
     seen = setup.embeddings("train", train)
     head, head_features = setup.head_study({**embedded, "fit": Images(seen, train.y)})
+    for parts in (features, embedded, head_features):
+        parts["test"] = parts["test"][-args.n_validation :]
     clean = {"network": features, "head": head_features}
     studies = {"network": ella.Study(setup.la, setup.features("fit")), "head": head}
     last = LastLayer(
@@ -136,10 +141,8 @@ def make_methods(args: Any, setup: Cifar) -> Methods:
     for protocol in args.protocols:
         print(f"choosing settings: {protocol}", flush=True)
         which = CHOSEN_ON.get(protocol, "test")
-        rows = others if protocol == "halves" else torch.arange(len(embedded[which]))
-        images = embedded[which][rows]
-        logits = features[which].f_mu[rows]
-        scaling[protocol] = temperature_scaling(logits, images.y)
+        images = embedded[which]
+        scaling[protocol] = temperature_scaling(features[which].f_mu, images.y)
         chosen[protocol] = {
             label: last.choose("full", search, link, images.x, images.y)
             for label, (search, link) in LAST_LAYER.items()
@@ -149,7 +152,7 @@ def make_methods(args: Any, setup: Cifar) -> Methods:
                 studies[how.where],
                 how.setting,
                 how.link,
-                clean[how.where][which][rows],
+                clean[how.where][which],
                 PAPER_PRIOR,
                 models.CIFAR_TRAIN_SIZE,
             )

@@ -143,9 +143,16 @@ class Cifar:
             prior_precision=PAPER_PRIOR,
         )
 
-    def features(self, which: str) -> FeatureCache:
-        """Features of 'fit', 'validation', 'augmented' or 'test'."""
-        return ella.cached_features(self.la, self.images(which), self.folder / which)
+    def features(self, which: str, skipped_shards: int = 0) -> FeatureCache:
+        """Features of 'fit', 'validation', 'augmented' or 'test', without those in the
+        first files."""
+        return ella.cached_features(
+            self.la,
+            self.images(which),
+            self.folder / which,
+            residual=which != "fit",  # curvature needs features only
+            skipped_shards=skipped_shards,
+        )
 
     def head_study(
         self, embedded: dict[str, Images]

@@ -70,16 +70,18 @@ def cached_features(
     residual: bool = True,
     batch_size: int = 48,
     shard: int = SHARD,
+    skipped_shards: int = 0,
     quiet: bool = False,
 ) -> FeatureCache:
     """Features of images, in files of `shard` images; files that exist are read.
 
-    With `residual` the cache serves both settings of the complement.
+    With `residual` the cache serves both settings of the complement. The images of the
+    first `skipped_shards` files are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     complement, la.complement = la.complement, "prior" if residual else "drop"
     caches = []
-    starts = range(0, len(images), shard)
+    starts = range(skipped_shards * shard, len(images), shard)
     bar = tqdm(starts, f"features of {folder.name}", mininterval=5, disable=quiet)
     for start in bar:
         part = images[start : start + shard]
