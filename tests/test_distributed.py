@@ -295,7 +295,7 @@ def large_bases(rank, size):
     parameters."""
     results = {}
     limits = basis.SVD_LIMIT, collective.STAGED
-    basis.SVD_LIMIT, collective.STAGED = 0, 100
+    basis.SVD_LIMIT, collective.STAGED = 0, 1000
     try:
         for name, settings in {
             "slices": {"n_eigenvalues": 5, "subsample_size": 30},

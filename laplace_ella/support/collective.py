@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -270,34 +269,29 @@ class Collective:
         slices = self.column_slices(rows.shape[1])
         own = slices[self.rank]
         result = rows.new_empty(sum(counts), own.stop - own.start)
-        widest = max(s.stop - s.start for s in slices)
+        widest = max(map(_width, slices))
         # The same in all processes, though each has another number of rows.
         at_once = max(1, STAGED // max(1, max(counts) * self.size, len(result)))
-        for part in chunks(widest, at_once):
-            # What of this part each process has of its slice, the last may be narrower.
-            here = [
-                slice(
-                    min(s.start + part.start, s.stop), min(s.start + part.stop, s.stop)
-                )
-                for s in slices
-            ]
+        n_pieces = -(-widest // at_once)
+        for i in range(n_pieces):
+            here = [_piece(s, i, n_pieces) for s in slices]
             sent = torch.cat([self._placed(rows[:, s]).flatten() for s in here])
-            width = here[self.rank].stop - here[self.rank].start
+            first, width = here[self.rank].start - own.start, _width(here[self.rank])
             got = sent.new_empty(len(result) * width)
             with self._exchange(what, sent.nbytes):
                 dist.all_to_all_single(
                     got,
                     sent,
                     [n * width for n in counts],
-                    [len(rows) * (s.stop - s.start) for s in here],
+                    [len(rows) * _width(s) for s in here],
                 )
-            result[:, part.start : part.start + width] = got.view(-1, width).to(result)
+            got = got.view(len(result), width).to(result)
+            result[:, first : first + width] = got
         return result
 
     def column_slices(self, width: int) -> list[slice]:
         """Which of so many columns each process has, about equally many."""
-        bounds = [width * i // self.size for i in range(self.size + 1)]
-        return [slice(a, b) for a, b in pairwise(bounds)]
+        return [_piece(slice(0, width), i, self.size) for i in range(self.size)]
 
     # Agreements
 
@@ -322,6 +316,16 @@ class Collective:
 
 #: A single process.
 ALONE = Collective()
+
+
+def _width(columns: slice) -> int:
+    return columns.stop - columns.start
+
+
+def _piece(columns: slice, i: int, n: int) -> slice:
+    """The i-th of n nearly equal parts."""
+    first, width = columns.start, _width(columns)
+    return slice(first + width * i // n, first + width * (i + 1) // n)
 
 
 def _check(messages: Sequence[Message]) -> None:
