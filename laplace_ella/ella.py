@@ -382,6 +382,7 @@ or None, default=None
                 plan.link_approx,
                 plan.n_samples,
                 progress_bar,
+                start.dtype,
             )
         return self.fitter.add_up(
             data, start, progress_bar, validator, posterior, stopping, progress
@@ -427,6 +428,7 @@ or None, default=None
         link_approx: Link | str,
         n_samples: int,
         progress_bar: bool,
+        dtype: torch.dtype | None = None,
     ) -> Validator:
         """Validation loss over features that are computed now, or were before."""
         link_approx = member(Link, "link_approx", link_approx)
@@ -439,7 +441,7 @@ or None, default=None
             )
         self._check_link(link_approx)
         if not isinstance(data, FeatureCache):
-            data = self._cache(posterior, data, progress_bar)
+            data = self._cache(posterior, data, progress_bar, dtype)
         return Validator(
             self._served(data, posterior),
             loss,

@@ -128,7 +128,17 @@ class InsufficientMemoryError(MemoryError):
 
 class OtherProcessError(RuntimeError):
     """Work of several processes ended because of another one; the message has its rank
-    and what it said."""
+    and what it said.
+
+    Examples
+    --------
+    >>> import laplace_ella
+    >>> def fit_or_tell(la, train_loader):
+    ...     try:
+    ...         la.fit(train_loader)
+    ...     except laplace_ella.OtherProcessError as error:
+    ...         print(error)  # names the rank that failed, and why
+    """
 
 
 class RankWarning(UserWarning):

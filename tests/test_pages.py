@@ -6,11 +6,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import shlex
 import textwrap
 import warnings
 from pathlib import Path
 
 import pytest
+
+from laplace_ella.cli.parser import build_parser
 
 ROOT = Path(__file__).parents[1]
 PAPER = ROOT / "examples" / "paper"
@@ -65,6 +68,16 @@ def test_code_runs(page, tmp_path, monkeypatch):
         warnings.simplefilter("ignore")
         for number, code in enumerate(codes, start=1):
             exec(compile(code, f"{name(page)}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [PAGES[0], *SITE], ids=name)
+def test_commands_are_understood(page):
+    """Every `laplace-ella` line of a page parses."""
+    shells = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    for line in "".join(shells).splitlines():
+        program, *arguments = shlex.split(line, comments=True) or [""]
+        if program == "laplace-ella" and "--list" not in arguments:
+            build_parser().parse_args(arguments)
 
 
 # --- links ---------------------------------------------------------------------------

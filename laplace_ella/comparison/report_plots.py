@@ -33,6 +33,12 @@ def plot_coverage(
     ----------
     curves : Report or mapping
         label → {'nominal': levels, 'observed': shares of the targets inside}
+
+    Examples
+    --------
+    >>> curve = {"nominal": [0.5, 0.9], "observed": [0.4, 0.85]}
+    >>> plot_coverage({"network": curve}).get_ylabel()
+    'observed − nominal'
     """
     ax = new_axes(ax)
     if isinstance(curves, Report):
@@ -60,6 +66,16 @@ def plot_differences(
 
     The best row is on top. Open marks are rows that cannot be told from it: their
     interval, a paired bootstrap over the test examples, has zero in it.
+
+    Examples
+    --------
+    >>> from laplace_ella.comparison.report import Report, Result
+    >>> report = Report([
+    ...     Result("map", metrics={"nll": 0.30}),
+    ...     Result("ella", "mc", metrics={"nll": 0.25}),
+    ... ])
+    >>> plot_differences(report).get_xlabel()
+    'NLL − best'
     """
     ax = new_axes(ax)
     found = [

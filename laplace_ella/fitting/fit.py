@@ -230,7 +230,7 @@ class Fitter:
         rng = np.random.default_rng(self.plan.seed)
         data = data.counted(n_outputs, self._most_pairs(probe), rng)
         n_pairs = (data.n_examples or 0) * n_outputs
-        done = progress.sampled(n_pairs, self.home)
+        done = progress.sampled(n_pairs, self.home, self._folder)
         if done is None:
             exact = self.takes_all(probe, n_pairs)
             fitter = self._in_double(data, n_pairs) if exact else self
@@ -321,8 +321,7 @@ class Fitter:
         capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
         room = fn.numels(), capacity, keep, fn.dtype, self.home
         if self.collective.alone:
-            folder = self.linearizer.options.scratch_dir if memory.disk else None
-            rows = RowSketch(*room, None if folder is None else Path(folder))
+            rows = RowSketch(*room, self._folder if memory.disk else None)
         else:
             rows = SharedRowSketch(self.collective, n_own, *room)
         if not exact and self._keeps_span and capacity > n_samples:
@@ -331,6 +330,12 @@ class Fitter:
         if not exact and self.complement is Complement.MATCHED:
             raise ValueError(UNKNOWN_SPAN)
         return Gathered(rows)
+
+    @property
+    def _folder(self) -> Path | None:
+        """Where a file with gradients may be made."""
+        folder = self.linearizer.options.scratch_dir
+        return None if folder is None else Path(folder)
 
     def _most_pairs(self, probe: Probe) -> int:
         """Pairs of a stream that are worth keeping until its length is known."""

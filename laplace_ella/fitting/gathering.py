@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,9 +74,12 @@ def state_of_gathered(gathered: Gathered) -> dict[str, Any]:
     }
 
 
-def gathered_from_state(state: Mapping[str, Any], home: torch.device) -> Gathered:
-    """The inverse, with the rows kept on `home`."""
-    rows = _rows_from_state(state["rows"], home)
+def gathered_from_state(
+    state: Mapping[str, Any], home: torch.device, folder: Path | None = None
+) -> Gathered:
+    """The inverse, with the rows kept on `home`; those that were in a file, in a file
+    of that folder."""
+    rows = _rows_from_state(state["rows"], home, folder)
     if state["groups"] is None:
         return Gathered(rows)
     signs = state["signs"]
@@ -92,13 +96,21 @@ def _state_of_rows(sketch: RowSketch) -> dict[str, Any]:
         "n_samples": sketch.n_samples,
         "compressed": sketch.compressed,
         "energy": sketch.energy,
+        "on_disk": sketch.folder is not None,
     }
 
 
-def _rows_from_state(state: Mapping[str, Any], home: torch.device) -> RowSketch:
+def _rows_from_state(
+    state: Mapping[str, Any], home: torch.device, folder: Path | None = None
+) -> RowSketch:
     filled = state["filled"]
     sketch = RowSketch(
-        state["numels"], state["capacity"], state["keep"], filled.dtype, home
+        state["numels"],
+        state["capacity"],
+        state["keep"],
+        filled.dtype,
+        home,
+        folder if state["on_disk"] else None,
     )
     sketch.buffer[: len(filled)] = filled
     sketch.filled, sketch.n_samples = len(filled), state["n_samples"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,7 +211,9 @@ class Progress:
 
     # Gradients
 
-    def sampled(self, n_pairs: int, home: torch.device) -> Sampled | None:
+    def sampled(
+        self, n_pairs: int, home: torch.device, folder: Path | None = None
+    ) -> Sampled | None:
         """What is gathered of a sample of so many pairs; None at the beginning."""
         content = self._take(SAMPLING)
         if content is None:
@@ -219,7 +222,7 @@ class Progress:
             self._warn_about_repetition("sampling starts over")
             return None
         return Sampled(
-            gathered_from_state(content["gathered"], home),
+            gathered_from_state(content["gathered"], home, folder),
             content["n_batches"],
             content["exact"],
             getattr(torch, content["dtype"]),

@@ -164,14 +164,22 @@ class PredictingLaplace(FittedLaplace):
         return self._cache(self.posterior, loader, progress_bar)
 
     def _cache(
-        self, posterior: SubspacePosterior, loader: Any, progress_bar: bool
+        self,
+        posterior: SubspacePosterior,
+        loader: Any,
+        progress_bar: bool,
+        dtype: torch.dtype | None = None,
     ) -> FeatureCache:
-        """Features for another posterior of this model: another prior or basis."""
+        """Features for another posterior of this model: another prior or basis, with
+        derivatives in another precision than this fit has."""
+        linearizer = self.linearizer
+        if dtype is not None:
+            linearizer = self._linearizer.in_dtype(dtype)
 
         def batches(loader: Any) -> Iterator[tuple[Any, torch.Tensor]]:
             return self.fitter.batches(loader, "[Features]", progress_bar)
 
-        made_by = posterior, self.linearizer, self._observation
+        made_by = posterior, linearizer, self._observation
         with self._undisturbed(loader):
             if self.collective.alone:
                 return cache_loader(*made_by, batches(loader))

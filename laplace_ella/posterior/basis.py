@@ -152,6 +152,7 @@ class RowSketch:
         if capacity <= keep:
             raise ValueError(f"capacity={capacity} must exceed keep={keep}.")
         self.numels = tuple(numels)
+        self.folder = folder
         shape = (capacity, sum(numels))
         if folder is None:
             self.buffer = torch.empty(shape, dtype=dtype, device=device)
