@@ -25,6 +25,9 @@ import torch
 from common.benchmark_tasks import METHODS, NETWORKS, OPTIONS, TASKS
 from common.runs import Results, arguments, environment, start
 
+#: What stands for the day of rows that do not have one.
+UNDATED = "with an earlier version"
+
 #: Memory that one measurement may take: more counts as failed.
 LIMIT_GB = 8
 
@@ -72,34 +75,39 @@ def run(args: Namespace) -> str:
     """Measure what is not there yet, or was asked for again, and write the page."""
     small = args.smoke
     results = Results(args.out / "benchmark.json", {"smoke": small})
-    sections = []
-    for name, section in SECTIONS.items():
+    for name in args.only or SECTIONS:
         days: set[str] = set()
 
         def get(
             key: str, task: str, name: str = name, days: set[str] = days, **p: Any
         ) -> dict[str, Any]:
-            if args.only and name not in args.only and key not in results.rows:
-                raise LookupError(name)  # not asked for, and not there
+            if args.no_measurement and key not in results.rows:
+                raise LookupError(key)
 
             def measured() -> dict[str, Any]:
                 return {**measure(args, task, p), "date": today()}
 
             row = results.compute(key, measured, again=name in args.again)
-            days.add(row.get("date", "before rows had dates"))
+            days.add(row.get("date", UNDATED))
             return row
 
-        try:
-            text = section(args, get, small)
-        except LookupError:
-            text = f"## Not measured yet: `--only {name}`\n"
-        sections.append(f"{text}\nMeasured: {', '.join(sorted(days))}.\n")
+        text = SECTIONS[name](args, get, small)
+        told = f"Measured: {', '.join(sorted(days))}."
+        (args.out / f"{name}.md").write_text(f"{text}\n{told}\n")
+    return write_page(args)
+
+
+def write_page(args: Namespace) -> str:
+    """Put the page together from the sections that are there."""
     told = "\n".join(f"- {k}: {v}" for k, v in environment(args).items())
     page = (
         "# What ELLA costs\n\n`python examples/paper/benchmark.py`, CPU seconds of one "
         f"thread, peak resident memory of one process per measurement.\n\n{told}\n\n"
     )
-    page += "\n".join(sections)
+    files = {name: args.out / f"{name}.md" for name in SECTIONS}
+    page += "\n".join(f.read_text() for f in files.values() if f.exists())
+    if missing := [name for name, f in files.items() if not f.exists()]:
+        page += f"\nNot measured yet: `--only {' '.join(missing)}`.\n"
     (args.out / "README.md").write_text(page)
     return page
 
@@ -444,6 +452,9 @@ def main(argv: list[str] | None = None) -> None:
         default=[],
         choices=SECTIONS,
         help="sections that are measured again",
+    )
+    parser.add_argument(
+        "--no-measurement", action="store_true", help="write what is there already"
     )
     parser.add_argument("--worker", nargs=2, metavar=("TASK", "JSON"), help="internal")
     args = start(parser, argv)
