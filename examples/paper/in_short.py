@@ -189,6 +189,7 @@ def outside(results: Path) -> str:
         }.items():
             method = named(rows, *name)
             if method is None:
+                line[column] = "not run"
                 continue
             auroc = float(rows[method]["auroc_entropy"])
             confident = float(rows[method]["confident_ood"])
