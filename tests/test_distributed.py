@@ -574,7 +574,7 @@ def test_one_failing_process_stops_all(groups, size):
         )
         assert "rank 0 has indexed data" in outcome["kind"]
         assert "no example" in outcome["nothing"]
-        assert "at different points" in outcome["call"]
+        assert "call differs between the processes: rank 0 has fit()" in outcome["call"]
         assert outcome["n_data"] == N
 
 

@@ -55,9 +55,9 @@ def jointly(loader: str, optional: bool = False) -> Callable[[Method], Method]:
             data = bound.arguments[loader]
             if optional and (data is None or isinstance(data, FeatureCache)):
                 return method(la, *args, **kwargs)
-            name = method.__name__
-            with collective.together(f"{name}()"):
-                settings = la.common_settings()
+            name = f"{method.__name__}()"
+            with collective.together(name):
+                settings = {"the call": name, **la.common_settings()}
                 given = plain_settings(bound.arguments)
                 check_processes(collective, la.model, {**settings, **given})
                 return method(la, *args, **kwargs)
