@@ -12,13 +12,26 @@ CORE_TESTS := $(addprefix tests/test_,complement.py core_dense.py errors.py \
 # What other people's libraries are needed for, in an environment of their own.
 CLIENTS := .venv-clients
 CLIENT_TESTS := $(addprefix tests/test_,architectures.py clients.py collators.py \
-	mean_field.py)
+	mean_field.py pages.py)
 
-.PHONY: help demo results-demo test test-new test-old test-clients lint format clean
+# The lower bounds of pyproject.toml, in an environment of their own.
+OLDEST := .venv-oldest
+OLDEST_PYTHON ?= python3.10
+OLDEST_VERSIONS := torch==2.3.0 numpy==1.26.4 laplace-torch==0.2.2.2 \
+	"curvlinops-for-pytorch<3"
+
+# What makes the files to release, and where they are installed to see that they work.
+BUILD := .venv-build
+WHEEL := .venv-wheel
+
+GALLERY := $(filter-out %/style.py,$(wildcard examples/gallery/*.py))
+
+.PHONY: help demo results-demo gallery docs test test-new test-old test-oldest test-clients \
+	lint format build clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
-		awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+		awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -28,6 +41,10 @@ $(BIN)/python:
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e ".[demo]"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
@@ -45,12 +62,33 @@ $(CLIENTS)/.done: pyproject.toml | $(BIN)/python
 	$(CLIENTS)/bin/python -m pip install --quiet -e ".[test,clients,paper]"
 	@touch $@
 
+$(OLDEST)/.done: pyproject.toml
+	@$(OLDEST_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 10))' || \
+		{ echo "Python 3.10 is needed: make test-oldest OLDEST_PYTHON=/path/to/it"; \
+		exit 1; }
+	$(OLDEST_PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet $(OLDEST_VERSIONS) -e . \
+		"pytest>=8" pytest-xdist
+	@touch $@
+
+$(BUILD)/.done: | $(BIN)/python
+	$(BIN)/python -m venv --clear $(BUILD)
+	$(BUILD)/bin/python -m pip install --quiet build twine
+	@touch $@
+
 demo: $(VENV)/.demo ## compare ELLA with the rest of the family on embedded data
 	$(BIN)/python -W ignore -m laplace_ella demo
+
+# The variable silences an announcement of mkdocs-material about other projects.
+docs: $(VENV)/.docs ## build the documentation, site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 results-demo: $(VENV)/.demo ## write the demo's tables and figures into the repository
 	$(BIN)/python -W ignore -m laplace_ella demo --out examples/paper/results/demo
 	$(BIN)/python examples/paper/update_results.py
+
+gallery: $(VENV)/.demo ## draw the pictures of docs/gallery.md again
+	for script in $(GALLERY); do $(BIN)/python -W ignore $$script || exit 1; done
 
 test: lint test-new test-old ## lint and test, with the newest and the oldest laplace-torch
 
@@ -59,6 +97,9 @@ test-new: $(VENV)/.test
 
 test-old: $(OLD_LAPLACE)/.done
 	PYTHONPATH=$(OLD_LAPLACE) $(BIN)/python -m pytest -n auto $(CORE_TESTS)
+
+test-oldest: $(OLDEST)/.done ## test with the oldest Python, torch and numpy
+	$(OLDEST)/bin/python -m pytest -n auto $(CORE_TESTS)
 
 test-clients: $(CLIENTS)/.done ## test with libraries that call us: Lightning UQ Box, BoTorch, ...
 	$(CLIENTS)/bin/python -m pytest -n auto $(CLIENT_TESTS)
@@ -72,5 +113,16 @@ format: $(VENV)/.test ## format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove the environments
-	rm -rf $(VENV) $(OLD_LAPLACE) $(CLIENTS)
+build: $(BUILD)/.done ## make sdist and wheel in dist/, and try the wheel as a user would
+	rm -rf build dist *.egg-info
+	$(BUILD)/bin/python -m build
+	$(BUILD)/bin/twine check --strict dist/*
+	$(BUILD)/bin/python tests/check_distribution.py contents dist
+	$(BIN)/python -m venv --clear $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet dist/*.whl
+	$(WHEEL)/bin/python -m pip check
+	$(WHEEL)/bin/laplace-ella --help > /dev/null
+	$(WHEEL)/bin/python tests/check_distribution.py installed
+
+clean: ## remove the environments, the built site and the built packages
+	rm -rf $(VENV) $(OLD_LAPLACE) $(OLDEST) $(CLIENTS) $(BUILD) $(WHEEL) site build dist

@@ -4,16 +4,11 @@ You learn which approximation keeps a gap open. One network, four predictive int
 of the network alone (MAP), of Laplace on its last layer, KFAC on all layers, and exact
 linearised Laplace on all layers. Noise known, prior precision by each one's evidence.
 
-    python examples/gap.py [folder]
-
-Without a folder it writes the figure and the table of the README."""
+    python examples/gap.py [folder]  # by default where the README's figure is"""
 
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from laplace import Laplace
@@ -35,12 +30,19 @@ def truth(x: torch.Tensor) -> torch.Tensor:
     return torch.sin(3 * x) + 0.3 * x
 
 
-def intervals(x: torch.Tensor, y: torch.Tensor) -> dict[str, tuple]:
+def observations(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noisy values of the truth on both sides of a gap, x and y (80, 1)."""
+    torch.manual_seed(seed)
+    x = torch.cat([-2.2 + 1.2 * torch.rand(40, 1), 0.9 + 1.2 * torch.rand(40, 1)])
+    return x, truth(x) + NOISE * torch.randn_like(x)
+
+
+def intervals(x: torch.Tensor, y: torch.Tensor, steps: int = 1000) -> dict[str, tuple]:
     """Mean and standard deviation of an observation on the grid, for each method."""
     model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(),
                           nn.Linear(50, 1))  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(1000):  # maximum a posteriori, prior precision 1
+    for _ in range(steps):  # maximum a posteriori, prior precision 1
         optimizer.zero_grad()
         squares = (model(x) - y).square().sum() / NOISE**2
         (squares + sum(p.square().sum() for p in model.parameters())).backward()
@@ -56,25 +58,23 @@ def intervals(x: torch.Tensor, y: torch.Tensor) -> dict[str, tuple]:
     return found
 
 
-figure, panels = plt.subplots(1, 4, figsize=(12, 2.8), sharey=True, layout="tight")
-covered = {name: [] for name in ["MAP", *METHODS]}
-for seed in SEEDS:
-    torch.manual_seed(seed)
-    x = torch.cat([-2.2 + 1.2 * torch.rand(40, 1), 0.9 + 1.2 * torch.rand(40, 1)])
-    y = truth(x) + NOISE * torch.randn_like(x)
-    gap = (GRID > x[x < 0].max()) & (GRID < x[x > 0].min())
-    for ax, (name, (mean, std)) in zip(panels, intervals(x, y).items(), strict=True):
-        inside = (truth(GRID) - mean).abs() < 2 * std
-        covered[name].append(float(inside[gap].double().mean()))
-        if seed == 0:
-            known = {"train": (x, y), "truth": truth(GRID)}
-            plotting.plot_regression(GRID, mean, std, ax, title=name, **known)
-            ax.set(ylim=(-3.5, 3.5), ylabel="")
-rows = [f"| {k} | {torch.tensor(v).mean():.0%} |" for k, v in covered.items()]
-head = f"|  | truth within ±2 std in the gap, {len(SEEDS)} data sets |\n|---|---:|"
-print(table := "\n".join([head, *rows]))
-published = Path(__file__).parent / "paper/results/gap"
-folder = Path(sys.argv[1]) if len(sys.argv) > 1 else published
-folder.mkdir(parents=True, exist_ok=True)
-(folder / "gap.md").write_text(table + "\n")
-figure.savefig(folder / "gap.png", dpi=110)
+if __name__ == "__main__":
+    figure, panels = plt.subplots(1, 4, figsize=(12, 2.8), sharey=True, layout="tight")
+    covered = {name: [] for name in ["MAP", *METHODS]}
+    for seed in SEEDS:
+        x, y = observations(seed)
+        gap = (GRID > x[x < 0].max()) & (GRID < x[x > 0].min())
+        for ax, (name, band) in zip(panels, intervals(x, y).items(), strict=True):
+            inside = (truth(GRID) - band[0]).abs() < 2 * band[1]
+            covered[name].append(float(inside[gap].double().mean()))
+            if seed == 0:
+                known = {"train": (x, y), "truth": truth(GRID)}
+                plotting.plot_regression(GRID, *band, ax, title=name, **known)
+                ax.set(ylim=(-3.5, 3.5), ylabel="")
+    rows = [f"| {k} | {torch.tensor(v).mean():.0%} |" for k, v in covered.items()]
+    head = f"|  | truth within ±2 std in the gap, {len(SEEDS)} data sets |\n|---|---:|"
+    print(table := "\n".join([head, *rows]))
+    folder = Path(*sys.argv[1:2] or [Path(__file__).parent / "paper/results/gap"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gap.md").write_text(table + "\n")
+    figure.savefig(folder / "gap.png", dpi=110)

@@ -16,14 +16,17 @@ from laplace_ella.diagnostics.uncertainty import Uncertainty, decompose
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.errors import (
     BorderWarning,
+    CheckpointWarning,
     InsufficientMemoryError,
     NotDifferentiableError,
     NotFittedError,
     NumericalWarning,
+    OtherProcessError,
     RankWarning,
     SoftmaxWarning,
     UnsupportedLayerError,
 )
+from laplace_ella.fitting.journal import Checkpoint
 from laplace_ella.fitting.memory import MemoryEstimate
 from laplace_ella.fitting.stopping import EarlyStopping, augmented_validation
 from laplace_ella.last_layer import ELLALLLaplace
@@ -47,6 +50,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "ELLALaplace",
     # Their settings
     "PAPER",
+    "Checkpoint",
     "Complement",
     "ComputeOptions",
     "EarlyStopping",
@@ -79,10 +83,12 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "diagnose",
     # Errors and warnings
     "BorderWarning",
+    "CheckpointWarning",
     "InsufficientMemoryError",
     "NotDifferentiableError",
     "NotFittedError",
     "NumericalWarning",
+    "OtherProcessError",
     "RankWarning",
     "SoftmaxWarning",
     "UnsupportedLayerError",

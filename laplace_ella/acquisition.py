@@ -9,7 +9,7 @@ Regression works on the joint covariance of `la(pool, joint=True)`, in closed fo
 
 Which posterior, which score
 ----------------------------
-Train with weight decay, and let the posterior have the prior that it stands for ::
+Train with weight decay, and let the posterior have the prior that it stands for:
 
     la = Laplace(
         model, "classification", "all", "nystrom",
@@ -73,6 +73,14 @@ class Selection:
     gains : torch.Tensor
         `(n,)`, what each tells about the function beyond those before it, in nats;
         their sum is what all of them tell
+
+    Examples
+    --------
+    >>> import torch
+    >>> covariance = torch.tensor([[2.0, 1.9, 0.0], [1.9, 2.0, 0.0], [0.0, 0.0, 1.0]])
+    >>> chosen = select_information_gain(covariance, n_queries=2, sigma_noise=0.5)
+    >>> chosen.indices  # the second tells little that the first has not told
+    tensor([0, 2])
     """
 
     indices: torch.Tensor

@@ -9,6 +9,7 @@ differentiates.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,9 +23,14 @@ from laplace.utils.enums import (
 )
 from torch.utils.data import DataLoader
 
-from laplace_ella.fitting import sampling
+from laplace_ella.fitting.data import TrainingData, check_data, training_data
+from laplace_ella.fitting.identity import identity_of_fit
+from laplace_ella.fitting.journal import Checkpoint
 from laplace_ella.fitting.memory import MemoryEstimate
+from laplace_ella.fitting.progress import Progress
+from laplace_ella.fitting.shared import shared_data
 from laplace_ella.fitting.stopping import EarlyStopping, check_stopping
+from laplace_ella.interface.joint import Prediction, joint_predictions, jointly
 from laplace_ella.interface.predicting import PredictingLaplace
 from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.posterior.likelihood import Family
@@ -73,11 +79,10 @@ class ELLALaplace(PredictingLaplace):
     Laplace gives as P×P (`H`, `posterior_precision`, `posterior_covariance`) is K×K
     here, in the coordinates z, and float64.
 
+    Parameters up to `dict_key_y` are those of every `laplace.ParametricLaplace`.
+
     Parameters
     ----------
-    model, likelihood, sigma_noise, prior_precision, prior_mean, temperature, \
-enable_backprop, dict_key_x, dict_key_y
-        as for every `laplace.ParametricLaplace`
     backend : CurvlinopsGGN, BackPackGGN, AsdlGGN, CurvlinopsEF, BackPackEF, AsdlEF \
 or None, default=None
         who takes the sampled gradients: torch.func (`Curvlinops...` and None), BackPACK
@@ -128,8 +133,14 @@ or None, default=None
     basis_dtype, basis_device : optional
         where and how precisely the directions are kept, for example torch.bfloat16 or
         "cpu" beside a model on a GPU
+    scratch_dir : str or PathLike, optional
+        folder for a memory-mapped file with the gradients, and for "exact" with the
+        directions, where they do not fit in memory_budget; the directions are then used
+        from the CPU. Several processes divide the gradients among them instead
     compile : bool or dict, default=False
-        compile the forward-mode pass with `torch.compile`, with these arguments
+        compile the forward-mode pass with `torch.compile`, with these arguments; with
+        `feature_mode="reverse"` that of reverse mode, which takes minutes for deep
+        networks
     output_layout : OutputLayout or str, default="flat"
         where the outputs of models that predict at many positions (tokens, pixels) have
         their channels, see `OutputLayout`; predictions come in the model's layout.
@@ -149,6 +160,11 @@ or None, default=None
     parameter_names : sequence of str, optional
         names of the parameters that get a posterior, or patterns like "encoder.*"; all
         that require gradients by default
+    distributed : bool, optional
+        whether the processes of `torch.distributed`'s default group fit and tune one
+        posterior, each with its part of the data; by default if there is a group.
+        Methods that take a loader are then to be called in all of them, and give the
+        same in all. False lets each process work alone
 
     Attributes
     ----------
@@ -181,6 +197,7 @@ or None, default=None
 
     # Fitting
 
+    @jointly("train_loader")
     def fit(
         self,
         train_loader: DataLoader,
@@ -190,14 +207,18 @@ or None, default=None
         val_loader: DataLoader | None = None,
         early_stopping: EarlyStopping | bool | None = None,
         balanced: bool | None = None,
+        max_data: int | None = None,
+        checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     ) -> None:
         """Fit the posterior: sample the basis, then add up the curvature.
 
         Parameters
         ----------
         train_loader : torch.utils.data.DataLoader
-            batches `(X, y)` or mappings, over a data set with indices; shuffled, if
-            the fit may stop early
+            batches `(X, y)` or mappings; shuffled, if the fit may stop early. Data
+            without indices, an iterable data set or whatever else yields batches each
+            time it is iterated over, are read twice: first to draw the basis from a
+            reservoir, then for the curvature
         override : bool, default=True
             False keeps the basis and what was added up so far, and adds this data
         progress_bar : bool, default=False
@@ -208,46 +229,86 @@ or None, default=None
             there has been no better one for long; True for the default settings
         balanced : bool, optional
             whether to draw the classes evenly; default as given to the constructor
+        max_data : int, optional
+            use the first so many examples of the loader, all by default. Of a data set
+            with indices the basis is drawn from all
+        checkpoint : Checkpoint, str or path-like, optional
+            a file in which progress is kept as the fit goes on. The same call after a
+            crash continues with the result of an undisturbed run; after the end it
+            returns the complete fit at once. The file of another fit is refused.
+            Delete it to start over
         """
         balanced = self._check_balanced(train_loader, balanced)
         stopping = check_stopping(early_stopping, val_loader)
+        checkpoint = Checkpoint.of(checkpoint)
+        if checkpoint is not None and not self.collective.alone:
+            raise ValueError(
+                "checkpoint= is for a fit by one process, and "
+                f"{self.collective.size} fit together here. Leave it out, save "
+                "la.state_dict() after fit_basis(), or pass distributed=False."
+            )
         loaders = [train_loader] if val_loader is None else [train_loader, val_loader]
         with self._undisturbed(*loaders), self._all_or_nothing():
-            if override or self.fitted is None:
-                start = self._without_data(train_loader, balanced, progress_bar)
-            else:
-                start = self.fitted
-            validator = posterior = None
-            if val_loader is not None:
-                plan = stopping or EarlyStopping()
-                posterior = self._posterior_of(start)
-                validator = self._validator(
-                    posterior,
+            progress = Progress(checkpoint, self._device, loaders)
+            data = self._training_data(train_loader, max_data, progress_bar)
+            self._know_parameters(data)
+            start = None if override else self.fitted
+            if checkpoint is not None:
+                identity = identity_of_fit(
+                    self.fitter,
+                    {**self._described(), "balanced": balanced, "max_data": max_data},
+                    (train_loader, data),
+                    start,
                     val_loader,
-                    plan.loss,
-                    plan.link_approx,
-                    plan.n_samples,
-                    progress_bar,
+                    stopping,
+                    self.prior_precision,
                 )
-            fit = self.fitter.add_up(
-                train_loader, start, progress_bar, validator, posterior, stopping
-            )
+                progress.check(identity, self._linearizer)
+            mean, home = self._linearizer.fn.flat(), self.fitter.home
+            fit = progress.finished(mean, home)
+            if fit is None:
+                if start is None:
+                    start = progress.started(mean, home)
+                if start is None:
+                    start = self._without_data(data, balanced, progress_bar, progress)
+                progress.begin_adding(start)
+                fit = self._with_data(
+                    data, start, progress_bar, val_loader, stopping, progress
+                )
+                progress.finish(fit)
         self._adopt(fit)
 
+    @jointly("train_loader")
     def fit_basis(
         self,
         train_loader: DataLoader,
         progress_bar: bool = False,
         balanced: bool | None = None,
+        max_data: int | None = None,
+        checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     ) -> None:
         """Sample the directions, and no data yet.
 
         The posterior is the prior on them; `fit(..., override=False)` or
-        `fit_features` adds data.
+        `fit_features` adds data. The parameters are those of `fit`.
         """
         balanced = self._check_balanced(train_loader, balanced)
+        checkpoint = Checkpoint.of(checkpoint)
         with self._undisturbed(train_loader), self._all_or_nothing():
-            fit = self._without_data(train_loader, balanced, progress_bar)
+            progress = Progress(checkpoint, self._device, [train_loader])
+            data = self._training_data(train_loader, max_data, progress_bar)
+            self._know_parameters(data)
+            if checkpoint is not None:
+                asked = {"balanced": balanced, "max_data": max_data, "fit": "fit_basis"}
+                identity = identity_of_fit(
+                    self.fitter, {**self._described(), **asked}, (train_loader, data)
+                )
+                progress.check(identity, self._linearizer)
+            mean, home = self._linearizer.fn.flat(), self.fitter.home
+            fit = progress.finished(mean, home)
+            if fit is None:
+                fit = self._without_data(data, balanced, progress_bar, progress)
+                progress.finish(fit)
         self._adopt(fit)
 
     def fit_features(self, cache: FeatureCache, override: bool = True) -> None:
@@ -277,16 +338,60 @@ or None, default=None
             fit = self.fitter.add_cache(cache.to(self._device), start)
         self._adopt(fit)
 
+    def _training_data(
+        self, train_loader: Any, max_data: int | None = None, progress_bar: bool = False
+    ) -> TrainingData:
+        """The data of a loader as a fit sees them, those of all processes."""
+        if not self.collective.alone:
+            return shared_data(
+                train_loader, self.collective, self.dict_key_x, max_data, progress_bar
+            )
+        return training_data(train_loader, self.dict_key_x, max_data, progress_bar)
+
+    def _know_parameters(self, data: TrainingData) -> None:
+        """Find out which parameters get a posterior, where data must tell."""
+
     def _without_data(
-        self, train_loader: Any, balanced: bool, progress_bar: bool
+        self,
+        data: TrainingData,
+        balanced: bool,
+        progress_bar: bool,
+        progress: Progress,
     ) -> Fit:
         """A new basis, and sums of nothing."""
-        return self.fitter.sample_basis(train_loader, balanced, progress_bar)
+        return self.fitter.agreed().sample_basis(data, balanced, progress_bar, progress)
+
+    def _with_data(
+        self,
+        data: TrainingData,
+        start: Fit,
+        progress_bar: bool,
+        val_loader: Any,
+        stopping: EarlyStopping | None,
+        progress: Progress,
+    ) -> Fit:
+        """The fit with data added to it, validated if there is something to do so."""
+        validator = posterior = None
+        if val_loader is not None:
+            plan = stopping or EarlyStopping()
+            posterior = self._posterior_of(start)
+            validator = self._validator(
+                posterior,
+                val_loader,
+                plan.loss,
+                plan.link_approx,
+                plan.n_samples,
+                progress_bar,
+                start.dtype,
+            )
+        return self.fitter.add_up(
+            data, start, progress_bar, validator, posterior, stopping, progress
+        )
 
     def _check_balanced(self, train_loader: Any, balanced: bool | None) -> bool:
         """Refuse what cannot work, before anything is computed."""
-        sampling.check_loader(train_loader)
         balanced = self.balanced if balanced is None else balanced
+        check_data(train_loader, balanced)
         if balanced and self._family is not Family.CATEGORICAL:
             why = (
                 "with multi_label=True an example has no single class"
@@ -299,14 +404,16 @@ or None, default=None
             )
         return balanced
 
+    @jointly("train_loader")
     def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
         """What `fit(train_loader)` would need, from one forward pass of one example."""
-        sampling.check_loader(train_loader)
+        check_data(train_loader)
         with self._undisturbed(train_loader):
-            indices = sampling.eligible_indices(train_loader)
-            fitter = self.fitter
-            probe = fitter.probe(train_loader, indices)
-            n_pairs = len(indices) * math.prod(probe.output_shape)
+            data, fitter = self._training_data(train_loader), self.fitter.agreed()
+            probe = fitter.probe(data)
+            if data.n_examples is None:  # of a stream, as if there were enough
+                return fitter.estimate(probe, self.subsample_size)
+            n_pairs = data.n_examples * math.prod(probe.output_shape)
             if self.n_eigenvalues == "exact" or fitter.takes_all(probe, n_pairs):
                 return fitter.estimate_exact(probe, n_pairs)
             return fitter.estimate(probe, n_pairs)
@@ -321,6 +428,7 @@ or None, default=None
         link_approx: Link | str,
         n_samples: int,
         progress_bar: bool,
+        dtype: torch.dtype | None = None,
     ) -> Validator:
         """Validation loss over features that are computed now, or were before."""
         link_approx = member(Link, "link_approx", link_approx)
@@ -331,19 +439,19 @@ or None, default=None
                 "method='gridsearch' compares predictions on validation data: pass "
                 "val_loader=, or use method='marglik'."
             )
-        observation = self._observation
-        observation.check_link(link_approx)
+        self._check_link(link_approx)
         if not isinstance(data, FeatureCache):
-            data = self._cache(posterior, data, progress_bar)
+            data = self._cache(posterior, data, progress_bar, dtype)
         return Validator(
             self._served(data, posterior),
             loss,
-            observation,
+            self._observation,
             link_approx,
             n_samples,
             self._fresh_generator,
         )
 
+    @jointly("val_loader", optional=True)
     @torch.inference_mode(False)  # the evidence is differentiated
     def optimize_prior_precision(
         self,
@@ -418,6 +526,7 @@ or None, default=None
                     posterior, val_loader, loss, link_approx, n_samples, progress_bar
                 )
                 chosen = search_prior(posterior, grid, validator, progress_bar)
+            chosen = self._settled(chosen)
         self.prior_precision = chosen
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
@@ -443,8 +552,8 @@ or None, default=None
         loss = observation.default_loss() if loss is None else loss
         before = self.prior_precision
 
-        def predictions() -> Iterator[tuple[Any, torch.Tensor]]:
-            for x, y in self.fitter.batches(val_loader):
+        def predictions(loader: Any) -> Iterator[Prediction]:
+            for x, y in self.fitter.batches(loader):
                 output = self(
                     x, "nn", link_approx="mc", n_samples=n_samples, fitting=True
                 )
@@ -453,18 +562,28 @@ or None, default=None
                 rows = [positions.rows(part.flatten(1)) for part in parts]
                 y, known = observation.rows(y, len(rows[0]), positions)
                 y = y.to(self._device)
+                counts = np.full(len(output[0]), positions.n_positions)
                 if known is not None and positions.shape:
                     known = known.to(self._device)
                     rows, y = [part[known] for part in rows], y[known]
-                yield tuple(rows) if isinstance(output, tuple) else rows[0], y
+                    counts = known.view(len(counts), -1).sum(-1).cpu().numpy()
+                yield Prediction(tuple(rows), y, counts)
 
         def evaluate(prior: torch.Tensor) -> float:
             self.prior_precision = prior
-            value = score(predictions(), loss)
+            found = predictions(val_loader)
+            if data is not None:
+                found = joint_predictions(
+                    data, self.collective, predictions(data.whole())
+                )
+            value = score(((p.output, p.targets) for p in found), loss)
             return math.inf if math.isnan(value) else value
 
         try:
             with self._undisturbed(val_loader):
+                data = None
+                if self.collective.joined:
+                    data = shared_data(val_loader, self.collective, self.dict_key_x)
                 return search_grid(grid, evaluate, progress_bar)
         finally:
             self.prior_precision = before
@@ -474,6 +593,7 @@ or None, default=None
         """N/T: how many data the tempered likelihood weighs as much as."""
         return self.n_data / float(self.temperature)
 
+    @jointly("val_loader", optional=True)
     def optimize_temperature(
         self,
         val_loader: DataLoader | FeatureCache,
@@ -517,13 +637,15 @@ or None, default=None
             posterior, val_loader, loss, link_approx, n_samples, progress_bar
         )
         if not tune_prior:
-            self.temperature = search_temperature(posterior, self.n_data, validator)
+            found = search_temperature(posterior, self.n_data, validator)
+            self.temperature = self._settled(found)
             return
-        temperature, prior = search_temperature_and_prior(
-            posterior, self.n_data, validator, bounds
+        temperature, prior = self._settled(
+            search_temperature_and_prior(posterior, self.n_data, validator, bounds)
         )
         self.temperature, self.prior_precision = temperature, prior
 
+    @jointly("val_loader", optional=True)
     def optimize_calibration(
         self,
         val_loader: DataLoader | FeatureCache,
@@ -575,6 +697,7 @@ or None, default=None
                 Candidates.of(posterior, validator),
                 float(posterior.factor * self.temperature),
             )
+        calibration = self._settled(calibration)
         with self._all_or_nothing():
             self.prior_precision = calibration.prior_precision
             self.temperature = calibration.temperature
@@ -619,6 +742,7 @@ or None, default=None
         )
         self.sigma_noise, self.prior_precision = noise, prior
 
+    @jointly("val_loader", optional=True)
     def optimize_rank(
         self,
         method: TuningMethod | str = TuningMethod.MARGLIK,
@@ -676,7 +800,7 @@ or None, default=None
         validator = self._validator(
             posterior, val_loader, loss, link_approx, n_samples, progress_bar
         )
-        rank, losses = search_rank(posterior, candidates, validator)
+        rank, losses = self._settled(search_rank(posterior, candidates, validator))
         self.truncate(rank)
         return [
             {"rank": k, "loss": value}

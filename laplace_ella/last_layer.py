@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from os import PathLike
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from laplace_ella.derivatives.features import FeatureMode
 from laplace_ella.derivatives.model_function import unwrap
 from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.ella import ELLALaplace
-from laplace_ella.fitting import sampling
+from laplace_ella.fitting.data import TrainingData, check_data
 from laplace_ella.fitting.memory import MemoryEstimate
-from laplace_ella.posterior.fit import Fit
+from laplace_ella.interface.joint import jointly
 from laplace_ella.posterior.outside import Complement, EvidenceOf
 from laplace_ella.support.layout import OutputLayout
 
@@ -39,6 +40,21 @@ class ELLALLLaplace(ELLALaplace):
         reduction it does, is differentiated
     last_layer_name : str, optional
         name of the last layer; found by a forward pass at `fit` if None
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Sequential(
+    ...     torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
+    ... )
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(model, "classification", "last_layer", "nystrom", n_eigenvalues=10)
+    >>> la.fit(DataLoader(data, batch_size=25))
+    >>> la.n_params, la(torch.randn(4, 2)).shape
+    (51, torch.Size([4, 3]))
     """
 
     # how Laplace(..., subset_of_weights, hessian_structure) finds this class
@@ -79,6 +95,8 @@ class ELLALLLaplace(ELLALaplace):
         memory_budget: int | float | str | None = None,
         basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
+        scratch_dir: str | PathLike[str] | None = None,
+        distributed: bool | None = None,
     ) -> None:
         if asdl_fisher_kwargs is not None:
             raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
@@ -112,6 +130,8 @@ class ELLALLLaplace(ELLALaplace):
             memory_budget=memory_budget,
             basis_dtype=basis_dtype,
             basis_device=basis_device,
+            scratch_dir=scratch_dir,
+            distributed=distributed,
         )
         self.feature_reduction = feature_reduction
         self._last_layer_name = last_layer_name
@@ -151,24 +171,18 @@ class ELLALLLaplace(ELLALaplace):
         self.last_layer_name = name
         self._restrict(names, *self._asked_prior)
 
-    def _without_data(
-        self, train_loader: Any, balanced: bool, progress_bar: bool
-    ) -> Fit:
-        self._find_last_layer(train_loader)
-        return super()._without_data(train_loader, balanced, progress_bar)
-
+    @jointly("train_loader")
     def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
-        sampling.check_loader(train_loader)
+        check_data(train_loader)
         with self._undisturbed(train_loader):
-            self._find_last_layer(train_loader)
+            self._know_parameters(self._training_data(train_loader))
         return super().estimate_memory(train_loader)
 
-    def _find_last_layer(self, train_loader: Any) -> None:
+    def _know_parameters(self, data: TrainingData) -> None:
         """Find the last layer by a forward pass, if it is not known yet."""
         if self.last_layer_name is not None:
             return
-        one = sampling.subset(train_loader, sampling.eligible_indices(train_loader)[:1])
-        x, _ = next(self.fitter.batches(one))
+        x, _ = next(self.fitter.batches(data.few(1, 1)))
         self._linearizer.outputs(x)  # tells more clearly what is wrong than the search
         # Laplace's search hooks into the model, so it gets a copy.
         extractor = FeatureExtractor(deepcopy(unwrap(self.model)))

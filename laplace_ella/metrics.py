@@ -4,6 +4,8 @@ The one definition of each, for tuning and reports alike, so that what is tuned 
 is judged. Scores are plain floats. Accuracy, calibration error, AUROC and mean squared
 error are torchmetrics'; what it lacks is written here. Index legend: N data, C outputs.
 
+Examples
+--------
 >>> probs = torch.tensor([[0.9, 0.1], [0.4, 0.6]])
 >>> targets = torch.tensor([0, 0])
 >>> accuracy(probs, targets), round(nll(probs, targets), 4)
@@ -72,6 +74,12 @@ class ReliabilityCurve:
         means of the non-empty bins
     count : list of int
         predictions in each of them
+
+    Examples
+    --------
+    >>> probs, targets = torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([0, 1])
+    >>> reliability_curve(probs, targets)
+    ReliabilityCurve(confidence=[0.5, 1.0], accuracy=[0.0, 1.0], count=[1, 1])
     """
 
     confidence: list[float]
@@ -91,6 +99,12 @@ class ConfidenceCurve:
         error rate of these predictions
     fraction : list of float
         their share of all predictions
+
+    Examples
+    --------
+    >>> probs, targets = torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1])
+    >>> error_versus_confidence(probs, targets, thresholds=[0.7, 1.0])
+    ConfidenceCurve(threshold=[0.7, 1.0], error=[1.0, 0.5], fraction=[0.5, 1.0])
     """
 
     threshold: list[float]
@@ -102,7 +116,13 @@ class ConfidenceCurve:
 
 
 def accuracy(probs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Share of correct predictions."""
+    """Share of correct predictions.
+
+    Examples
+    --------
+    >>> accuracy(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0]))
+    0.5
+    """
     _check_classification(probs, targets)
     return float(multiclass_accuracy(probs, targets, probs.shape[-1], average="micro"))
 
@@ -120,12 +140,23 @@ def nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
     targets : torch.Tensor
         class indices `(N,)`, of which -100 are left out, or class probabilities
         `(N, C)`, for which this is the cross-entropy
+
+    Examples
+    --------
+    >>> round(nll(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])), 4)
+    0.5108
     """
     return float(nll_per_example(probs, targets).mean())
 
 
 def nll_per_example(probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The terms of which `nll` is the mean, `(N,)` less those left out, float64."""
+    """The terms of which `nll` is the mean, `(N,)` less those left out, float64.
+
+    Examples
+    --------
+    >>> nll_per_example(torch.tensor([[0.5, 0.5], [0.2, 0.8]]), torch.tensor([0, 0]))
+    tensor([0.6931, 1.6094], dtype=torch.float64)
+    """
     if targets.shape == probs.shape and targets.is_floating_point():
         _check_some(probs)
         return -(targets.double() * _log(probs)).sum(-1)
@@ -146,6 +177,12 @@ def bernoulli_nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
         `(N, C)`, the probability of each label
     targets : torch.Tensor
         `(N, C)`, 0 or 1, or a probability between
+
+    Examples
+    --------
+    >>> probs, labels = torch.tensor([[0.5, 0.5]]), torch.tensor([[1, 0]])
+    >>> round(bernoulli_nll(probs, labels), 4)
+    1.3863
     """
     return float(bernoulli_nll_per_example(probs, targets).mean())
 
@@ -153,7 +190,14 @@ def bernoulli_nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
 def bernoulli_nll_per_example(
     probs: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """The terms of which `bernoulli_nll` is the mean, `(N,)`, float64."""
+    """The terms of which `bernoulli_nll` is the mean, `(N,)`, float64.
+
+    Examples
+    --------
+    >>> probs = torch.tensor([[0.5, 0.5], [1.0, 0.5]])
+    >>> bernoulli_nll_per_example(probs, torch.tensor([[1, 0], [1, 0]]))
+    tensor([1.3863, 0.6931], dtype=torch.float64)
+    """
     _check_same_shape("probs", probs, "targets", targets)
     _check_some(probs)
     # 1 − p in float64: in float32 it would lose all digits of a small p
@@ -168,7 +212,14 @@ def _log(probs: torch.Tensor) -> torch.Tensor:
 
 
 def ece(probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15) -> float:
-    """Expected calibration error with equal bins and the ℓ1 norm."""
+    """Expected calibration error with equal bins and the ℓ1 norm.
+
+    Examples
+    --------
+    >>> probs = torch.tensor([[0.8, 0.2]] * 5)
+    >>> round(ece(probs, torch.tensor([0, 0, 0, 0, 1])), 4)  # 80 % sure, 80 % right
+    0.0
+    """
     _check_classification(probs, targets)
     # A sum of rounded probabilities can exceed one by an ulp; torchmetrics then takes
     # the input for logits.
@@ -181,7 +232,13 @@ def ece(probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15) -> float:
 
 
 def brier(probs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Mean squared distance Σ_c (p_c − 1[y = c])² to the one-hot target, in [0, 2]."""
+    """Mean squared distance Σ_c (p_c − 1[y = c])² to the one-hot target, in [0, 2].
+
+    Examples
+    --------
+    >>> round(brier(torch.tensor([[0.8, 0.2]]), torch.tensor([0])), 4)
+    0.08
+    """
     _check_classification(probs, targets)
     onehot = torch.nn.functional.one_hot(targets, probs.shape[-1]).double()
     # The mean over all N·C entries, times C: Brier's sum over the classes.
@@ -194,19 +251,37 @@ def entropy(probs: torch.Tensor) -> torch.Tensor:
     """−Σ_c p_c log p_c in nats over the last dimension, with 0 log 0 = 0.
 
     In the dtype of its argument, and differentiable where p > 0.
+
+    Examples
+    --------
+    >>> entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+    tensor([0.0000, 0.6931])
     """
     return torch.special.entr(probs).sum(-1)
 
 
 def binary_entropy(probs: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats of each label that is there with probability p, elementwise."""
+    """Entropy in nats of each label that is there with probability p, elementwise.
+
+    Examples
+    --------
+    >>> binary_entropy(torch.tensor([1.0, 0.5]))
+    tensor([0.0000, 0.6931])
+    """
     return torch.special.entr(probs) + torch.special.entr(1 - probs)
 
 
 def reliability_curve(
     probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15
 ) -> ReliabilityCurve:
-    """The bins behind `ece`, for a reliability diagram."""
+    """The bins behind `ece`, for a reliability diagram.
+
+    Examples
+    --------
+    >>> probs, targets = torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1])
+    >>> reliability_curve(probs, targets, n_bins=5).accuracy
+    [0.0, 1.0]
+    """
     _check_classification(probs, targets)
     confidence, predicted = probs.double().max(-1)
     correct = (predicted == targets).double()
@@ -243,6 +318,12 @@ def error_versus_confidence(
     side : {'below', 'above'}
         predictions with confidence ≤ τ, as in the paper, or ≥ τ, as in
         Lakshminarayanan et al. 2017
+
+    Examples
+    --------
+    >>> probs, targets = torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1])
+    >>> error_versus_confidence(probs, targets, thresholds=[0.7, 1.0]).error
+    [1.0, 0.5]
     """
     _check_classification(probs, targets)
     if side not in ("below", "above"):
@@ -282,6 +363,11 @@ def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:
         `(N,)`, larger means less certain (entropy, 1 − max p, predictive variance)
     score_ood : torch.Tensor
         `(N',)`, the same score on the out-of-distribution inputs
+
+    Examples
+    --------
+    >>> ood_auroc(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.7, 0.9]))
+    1.0
     """
     scores = torch.cat([score_in, score_ood]).double()
     if not scores.isfinite().all():
@@ -298,7 +384,14 @@ def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:
 def classification_metrics(
     probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15
 ) -> dict[str, float]:
-    """accuracy, nll, ece and brier of predictions `(N, C)`."""
+    """accuracy, nll, ece and brier of predictions `(N, C)`.
+
+    Examples
+    --------
+    >>> probs, targets = torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])
+    >>> sorted(classification_metrics(probs, targets))
+    ['accuracy', 'brier', 'ece', 'nll']
+    """
     return {
         "accuracy": accuracy(probs, targets),
         "nll": nll(probs, targets),
@@ -311,7 +404,13 @@ def classification_metrics(
 
 
 def rmse(mean: torch.Tensor, targets: torch.Tensor) -> float:
-    """Root mean squared error over all N·C entries."""
+    """Root mean squared error over all N·C entries.
+
+    Examples
+    --------
+    >>> rmse(torch.tensor([[0.0], [0.0]]), torch.tensor([[3.0], [3.0]]))
+    3.0
+    """
     _check_same_shape("mean", mean, "targets", targets)
     return float(
         mean_squared_error(
@@ -334,6 +433,12 @@ def gaussian_nll(
         observation noise in them
     targets : torch.Tensor
         `(N, C)`
+
+    Examples
+    --------
+    >>> zero, one = torch.zeros(2, 1), torch.ones(2, 1)
+    >>> round(gaussian_nll(mean=zero, variance=one, targets=one), 4)  # ½ log 2π + ½
+    1.4189
     """
     return float(gaussian_nll_per_example(mean, variance, targets).mean())
 
@@ -341,7 +446,14 @@ def gaussian_nll(
 def gaussian_nll_per_example(
     mean: torch.Tensor, variance: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """The terms of which `gaussian_nll` is the mean, `(N,)`, float64."""
+    """The terms of which `gaussian_nll` is the mean, `(N,)`, float64.
+
+    Examples
+    --------
+    >>> zero, one = torch.zeros(2, 1), torch.ones(2, 1)
+    >>> gaussian_nll_per_example(mean=zero, variance=one, targets=one).shape
+    torch.Size([2])
+    """
     _check_same_shape("mean", mean, "targets", targets)
     _check_gaussian(mean, variance)
     _check_some(mean)
@@ -370,6 +482,12 @@ def interval_coverage(
     """Share of the targets inside the central interval of each nominal level.
 
     mean, std, targets all `(N, C)`; each output counts by its marginal.
+
+    Examples
+    --------
+    >>> mean, std = torch.zeros(4, 1), torch.ones(4, 1)
+    >>> interval_coverage(mean, std, torch.tensor([[-3.0], [-0.1], [0.1], [1.0]]))
+    [0.5, 0.75, 0.75]
     """
     _check_same_shape("mean", mean, "std", std)
     _check_same_shape("mean", mean, "targets", targets)
@@ -386,7 +504,15 @@ def interval_calibration_error(
     targets: torch.Tensor,
     levels: Sequence[float] = CALIBRATION_LEVELS,
 ) -> float:
-    """Mean distance of observed from nominal coverage over the levels 5 %, …, 95 %."""
+    """Mean distance of observed from nominal coverage over the levels 5 %, …, 95 %.
+
+    Examples
+    --------
+    >>> targets = torch.special.ndtri(torch.linspace(0.001, 0.999, 999)).unsqueeze(-1)
+    >>> zero, one = torch.zeros(999, 1), torch.ones(999, 1)
+    >>> interval_calibration_error(mean=zero, std=one, targets=targets) < 0.01
+    True
+    """
     observed = interval_coverage(mean, std, targets, levels)
     return sum(abs(o - c) for o, c in zip(observed, levels, strict=True)) / len(levels)
 
@@ -401,6 +527,12 @@ def gaussian_kl(
 
     With exact linearised Laplace as the reference this is the approximation error of
     Deng et al. 2022, Table 7.
+
+    Examples
+    --------
+    >>> mean, covariance = torch.zeros(1, 1), torch.ones(1, 1, 1)
+    >>> gaussian_kl(mean, covariance, mean + 2, covariance)  # ½·2²
+    2.0
     """
     _check_gaussian(mean, covariance, variances=False)
     _check_gaussian(ref_mean, ref_covariance, variances=False)
@@ -430,6 +562,12 @@ def regression_metrics(
         `(N, C)`
     levels : sequence of float
         nominal levels of the coverage columns
+
+    Examples
+    --------
+    >>> zero, one = torch.zeros(2, 1), torch.ones(2, 1)
+    >>> sorted(regression_metrics(mean=zero, variance=one, targets=zero))
+    ['calibration', 'coverage_50', 'coverage_90', 'coverage_95', 'nll', 'rmse']
     """
     _check_gaussian(mean, variance)
     marginal = variance

@@ -25,6 +25,7 @@ from laplace_ella.comparison.plot_style import (
     plain,
 )
 from laplace_ella.comparison.report import Report
+from laplace_ella.comparison.report_plots import plot_coverage, plot_differences
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "plot_boxes",
     "plot_cost_quality",
+    "plot_coverage",
+    "plot_differences",
     "plot_error_heatmap",
     "plot_error_versus_confidence",
     "plot_history",
@@ -67,6 +70,13 @@ def plot_regression(
         `(N,)`, noise-free function
     widths : sequence of float
         half-widths of the bands in standard deviations
+
+    Examples
+    --------
+    >>> x = torch.linspace(-1, 1, 20)
+    >>> ax = plot_regression(x, x.sin(), 0.1 + x.abs(), train=(x[::5], x[::5].sin()))
+    >>> ax.get_xlabel()
+    'x'
     """
     ax = new_axes(ax)
     x, mean, std = (torch.tensor(numbers(v)) for v in (x, mean, std))
@@ -133,6 +143,14 @@ def plot_reliability(
         which link of a report
     min_count : int
         bins with fewer predictions are left out, as their accuracy is mostly noise
+
+    Examples
+    --------
+    >>> from laplace_ella import metrics
+    >>> probs, targets = torch.rand(50, 2).softmax(-1), torch.randint(2, (50,))
+    >>> ax = plot_reliability({"network": metrics.reliability_curve(probs, targets)})
+    >>> ax.get_ylabel()
+    'accuracy − confidence'
     """
     ax = new_axes(ax)
     ax.axhline(0.0, color=GREY, linewidth=1.0)
@@ -182,6 +200,15 @@ def plot_error_versus_confidence(
         name of the OOD set of a report, whose predictions all count as errors
     side : {'below', 'above'}
         predictions with confidence ≤ τ (the paper's) or ≥ τ
+
+    Examples
+    --------
+    >>> from laplace_ella import metrics
+    >>> probs, targets = torch.rand(50, 2).softmax(-1), torch.randint(2, (50,))
+    >>> curve = metrics.error_versus_confidence(probs, targets)
+    >>> ax = plot_error_versus_confidence({"network": curve})
+    >>> ax.get_xlabel()
+    'confidence threshold τ'
     """
     ax = new_axes(ax)
     name = f"error_{side}" + (f":{ood}" if ood else "")
@@ -239,6 +266,12 @@ def plot_history(
         key of the score
     baseline : float, optional
         score of the network alone, a horizontal line
+
+    Examples
+    --------
+    >>> history = [{"n_data": 32, "loss": 0.5}, {"n_data": 64, "loss": 0.4}]
+    >>> plot_history(history, baseline=0.6).get_xscale()
+    'log'
     """
     ax = new_axes(ax)
     if not history:
@@ -279,6 +312,12 @@ def plot_rank_curves(
     """NLL against the rank K, and the log evidence on a second axis to the right.
 
     Ranks that span a factor of 16 or more get a logarithmic axis.
+
+    Examples
+    --------
+    >>> ax = plot_rank_curves([1, 2, 4], nll=[0.5, 0.4, 0.4], evidence=[-9, -8, -8])
+    >>> ax.get_xlabel()
+    'rank K'
     """
     ax = new_axes(ax)
     lines = ax.plot(ranks, numbers(nll), label="validation NLL", **line_style(0))
@@ -317,6 +356,12 @@ def plot_spectrum(
         `(K,)`, `la.basis.eigenvalues`
     trace : float, optional
         `la.basis.trace`; the title then says which share the K directions carry
+
+    Examples
+    --------
+    >>> ax = plot_spectrum(torch.tensor([4.0, 2.0, 1.0]), trace=10.0)
+    >>> ax.get_title()
+    '3 directions: 70% of the trace'
     """
     ax = new_axes(ax)
     values = numbers(eigenvalues)
@@ -350,6 +395,12 @@ def plot_error_heatmap(
         `(len(samples), len(ranks))`; NaN (K > M) stays white
     samples, ranks : sequence of int
         the values of M, down, and of K, across
+
+    Examples
+    --------
+    >>> ax = plot_error_heatmap([[0.5, float("nan")], [0.3, 0.1]], [10, 20], [10, 20])
+    >>> ax.get_ylabel()
+    'samples M'
     """
     ax = new_axes(ax)
     values = torch.as_tensor(errors).detach().double().cpu()
@@ -401,6 +452,12 @@ def plot_boxes(
     ----------
     values : mapping
         method → level → values, one per type of corruption
+
+    Examples
+    --------
+    >>> ax = plot_boxes({"network": {1: [0.3, 0.4], 5: [0.9, 1.2]}})
+    >>> [label.get_text() for label in ax.get_xticklabels()]
+    ['1', '5']
     """
     ax = new_axes(ax)
     from matplotlib.patches import Patch
@@ -454,6 +511,14 @@ def plot_cost_quality(
         columns of the report
     link : str, optional
         only this link (and methods that have none)
+
+    Examples
+    --------
+    >>> from laplace_ella.comparison.report import Result
+    >>> fast = Result("map", metrics={"nll": 0.30}, costs={"predict_s": 0.1})
+    >>> good = Result("ella", "mc", metrics={"nll": 0.25}, costs={"predict_s": 2.0})
+    >>> plot_cost_quality(Report([fast, good])).get_xscale()
+    'log'
     """
     ax = new_axes(ax)
     rows = [
@@ -483,6 +548,10 @@ def plot_cost_quality(
             label=label,
         )
     ax.set_xscale("log")
+    # Seconds as one says them, 0.1 rather than a power of ten.
+    seen = [max(row.mean[cost], 1e-3) for row in rows]
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter("{x:g}" if max(seen) < 5 * min(seen) else "")
     ax.set_xlabel(axis_label(cost))
     ax.set_ylabel(axis_label(quality))
     ax.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))

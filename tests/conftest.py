@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.browser import browser  # noqa: F401, one browser for all tests
+
 #: The scripts that repeat the paper's experiments.
 PAPER = Path(__file__).resolve().parents[1] / "examples" / "paper"
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
 from laplace_ella import cli
+from laplace_ella.comparison.report import Report, Result
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,6 +48,22 @@ def incomplete():
 def number():
     return 3
 
+def extra():
+    return {**setup(), "epochs": 3}
+
+def no_model():
+    return {**setup(), "model": 3}
+
+def frozen():
+    s = setup()
+    s["model"].requires_grad_(False)
+    return s
+
+def without_test():
+    s = setup()
+    del s["test_loader"]
+    return s
+
 def broken():
     raise ZeroDivisionError("in the user's code")
 
@@ -59,9 +79,9 @@ def slow():
     return s
 
 def pixels():
-    # 64x64 positions: the Jacobian of one example has 107 million numbers
+    # 32x32 positions: the Jacobian of one example has 27 million numbers
     torch.manual_seed(0)
-    x, y = torch.randn(4, 1, 64, 64), torch.randint(3, (4, 64, 64))
+    x, y = torch.randn(4, 1, 32, 32), torch.randint(3, (4, 32, 32))
     loader = DataLoader(TensorDataset(x, y), batch_size=2)
     model = nn.Sequential(nn.Conv2d(1, 300, 5, padding=2), nn.Conv2d(300, 3, 1))
     return dict(model=model, likelihood="classification", train_loader=loader,
@@ -139,15 +159,83 @@ def test_compare_prints_the_table_and_writes_reports(folder):
     assert "Traceback" not in done.stderr
 
 
-def test_help_has_examples(monkeypatch, capsys, folder):
-    code, out, _ = call(monkeypatch, capsys, folder, "--help")
-    assert code == 0
-    assert "examples:" in out
+def example_of(text):
+    """The indented task of a help text."""
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.strip() == "import torch")
+    last = next(i for i, line in enumerate(lines) if "test_loader=loader" in line)
+    return textwrap.dedent("\n".join(lines[first : last + 1]))
+
+
+def test_help_is_enough_and_its_example_runs(monkeypatch, capsys, tmp_path):
+    _, out, _ = call(monkeypatch, capsys, tmp_path, "--help")
     for command in ("demo", "compare", "doctor"):
         assert f"laplace-ella {command}" in out
-        code, out_of_command, _ = call(monkeypatch, capsys, folder, command, "--help")
+        code, more, _ = call(monkeypatch, capsys, tmp_path, command, "--help")
         assert code == 0
-        assert "example" in out_of_command
+        assert "example" in more
+        assert command == "demo" or example_of(more) == example_of(out)
+    (tmp_path / "mytask.py").write_text(example_of(out))
+    compare = re.search(r"laplace-ella (compare \S+ --html \S+)", out)[1].split()
+    code, table, err = call(
+        monkeypatch, capsys, tmp_path, *compare, "--methods", "map,temperature"
+    )
+    assert code == 0, err
+    assert "temperature" in table
+    assert str(tmp_path / "report.html") in err
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "mytask:setup" in page
+    assert "<dt>training</dt><dd>100</dd>" in page
+
+
+def test_command_line_has_all_options_of_compare(monkeypatch, capsys, folder):
+    from laplace_ella import compare
+    from laplace_ella.cli.targets import ARGUMENTS, COMPARE_OPTIONS
+
+    of_function = set(inspect.signature(compare).parameters)
+    assert of_function == {*ARGUMENTS, *COMPARE_OPTIONS, "progress_bar"}
+    _, out, _ = call(monkeypatch, capsys, folder, "compare", "--help")
+    for name in COMPARE_OPTIONS:
+        assert f"--{name.replace('_', '-')}" in out
+
+
+def test_options_reach_compare(monkeypatch, capsys, folder):
+    from laplace_ella.comparison import compare as module
+
+    seen = {}
+
+    def spy(**arguments):
+        seen.update(arguments)
+        return Report([Result("map")])
+
+    monkeypatch.setattr(module, "compare", spy)
+    code, _, _ = call(
+        monkeypatch, capsys, folder, "compare", "task:setup", "--n-samples", "8",
+        "--sigma-noise", "0.5", "--grid-size", "3", "--n-bins", "4", "--seeds", "1,2",
+        "--reference", "none", "--dict-key-x", "x", "--output-layout", "flat",
+    )  # fmt: skip
+    assert code == 0
+    assert seen["progress_bar"]
+    assert seen["n_steps"] == 3  # the function's own
+    expected = {
+        "n_samples": 8,
+        "sigma_noise": 0.5,
+        "grid_size": 3,
+        "n_bins": 4,
+        "seeds": [1, 2],
+        "reference": None,
+    }
+    assert {name: seen[name] for name in expected} == expected
+
+
+def test_progress_bar_has_the_time_left(monkeypatch, capsys, folder):
+    code, out, err = call(
+        monkeypatch, capsys, folder, "compare", "task:setup", "--methods", "map,diag"
+    )
+    assert code == 0
+    assert "left" in err
+    assert "left" not in out
+    assert "100%" in err
 
 
 def test_interruption_prints_what_is_there_and_exits_130(folder):
@@ -198,6 +286,19 @@ def test_formats(monkeypatch, capsys, folder, style):
         (["compare", "task:setup", "--methods", "nope"], "Unknown method 'nope'"),
         (["compare", "task:setup", "--links", "nope"], "links must be among"),
         (["compare", "task:setup", "--seeds", "a"], "expected integers"),
+        (["compare", "task:setup", "--n-samples", "0"], "n_samples must be"),
+        (["compare", "task:setup", "--n-bins", "x"], "invalid int value"),
+        (["compare", "task:setup", "--prior-precision", "-1"], "prior_precision must"),
+        (["compare", "task:setup", "--html", "."], "must be a file"),
+        (["compare", "task:setup", "--html", "task.py/x.html"], "is not a folder"),
+        (["compare", "task:setup", "--out", "task.py"], "is not a folder"),
+        (["compare", "task:extra"], "'epochs', which is no argument of compare"),
+        (["compare", "task:no_model"], "must be a torch.nn.Module, got int"),
+        (["compare", "task:frozen"], "no trainable parameters"),
+        (["doctor", "task:no_model"], "must be a torch.nn.Module, got int"),
+        (["doctor", "task:setup", "--time-budget", "-1"], "time_budget must be"),
+        (["doctor", "task:setup", "--memory-budget", "much"], "memory_budget must be"),
+        (["doctor", "nothing:setup"], "No module 'nothing'"),
         (["compare"], "required: TARGET"),
         (["dance"], "invalid choice"),
         ([], "required: COMMAND"),
@@ -210,6 +311,8 @@ def test_mistakes_exit_2_without_a_stack_trace(
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+    if not err.startswith("usage:"):
+        assert len(err.splitlines()) == 1
 
 
 def test_an_error_in_the_users_function_is_named(monkeypatch, capsys, folder):
@@ -251,8 +354,9 @@ def test_list_of_methods(monkeypatch, capsys, folder):
 
 
 def test_doctor_reports_versions_and_the_model(monkeypatch, capsys, folder):
-    code, out, _ = call(monkeypatch, capsys, folder, "doctor", "task:setup")
+    code, out, err = call(monkeypatch, capsys, folder, "doctor", "task:without_test")
     assert code == 0, out
+    assert "left" in err  # the progress bar
     assert "laplace-torch" in out
     assert 'hessian_structure="nystrom") is registered' in out
     assert "P = 22 trainable parameters, C = 2 outputs" in out
@@ -262,6 +366,30 @@ def test_doctor_reports_versions_and_the_model(monkeypatch, capsys, folder):
             for line in out.splitlines()
         )
     assert "last-layer-kron" in out
+    # N·C = 120 gradients: all of them fit, and one is told how to use that.
+    forecasts = [
+        line.split() for line in out.splitlines() if line[:3] in ('  "', "  2")
+    ]
+    assert [line[0] for line in forecasts] == ['"exact"', "20"]
+    assert all(line[-1] in ("ms", "s") for line in forecasts)
+    assert "Choose n_eigenvalues='exact'" in out
+    assert "la.optimize_calibration(val_loader)" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["--time-budget", "1e-9"], "the fastest of them, though it takes more"),
+        (["--memory-budget", "100 kB"], "n_eigenvalues=20, complement='prior'"),
+    ],
+)
+def test_doctor_keeps_to_its_budgets(monkeypatch, capsys, folder, options, advice):
+    code, out, err = call(
+        monkeypatch, capsys, folder, "doctor", "task:setup", "--quiet", *options
+    )
+    assert code == 0, out
+    assert advice in out
+    assert err == ""
 
 
 def doctor_modes(out):
@@ -283,17 +411,17 @@ def test_doctor_tries_nothing_that_does_not_fit(monkeypatch, capsys, folder):
         return fit(self, *args, **kwargs)
 
     monkeypatch.setattr(ELLALaplace, "fit", spy)
-    monkeypatch.setattr(resources, "available_memory", lambda device: 5 * 10**8)
+    monkeypatch.setattr(resources, "available_memory", lambda device: 25 * 10**7)
     code, out, _ = call(monkeypatch, capsys, folder, "doctor", "task:pixels")
     assert code == 0, out
-    assert "C = 3 × 64 × 64 outputs" in out
+    assert "C = 3 × 32 × 32 outputs" in out
     modes = doctor_modes(out)
     assert modes["forward"].startswith("works")
     assert modes["double_vjp"].startswith("works")
-    # P = 8,703; 2 copies of 12,288 × 8,703 floats are 855 MB
+    # P = 8,703; 2 copies of 3,072 × 8,703 floats are 214 MB
     assert "not tried: needs" in modes["reverse"]
-    assert "MB for one example, 400.0 MB may be used" in modes["reverse"]
-    assert tried == ["forward", "double_vjp"]
+    assert "MB for one example, 200.0 MB may be used" in modes["reverse"]
+    assert set(tried) == {"forward", "double_vjp"}
     assert "diag               not supported: outputs at many positions" in out
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_ella
 from laplace_ella import ELLALaplace, ELLALLLaplace
+from tests import launchers
 from tests.cases import DictModel, make, mapping_loader, mlp
 from tests.fitting import fit
 
@@ -75,6 +76,40 @@ def test_huggingface_lora_example(tmp_path):
     for method in ("MAP", "last-layer Laplace", "ELLA on the adapters"):
         assert f"| {method} |" in printed
         assert f"| {method} |" in report
+
+
+# --- launchers of several processes --------------------------------------------------
+
+
+def launched(launcher):
+    """What a fit by two processes prints, and what a single one finds."""
+    script = str(ROOT / "tests" / "launchers.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    by = torchrun if launcher == "accelerate" else []  # Fabric starts them itself
+    done = subprocess.run(
+        [sys.executable, *by, script, launcher],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    loader = DataLoader(launchers.data(), batch_size=4)
+    return done.stdout, launchers.report(launchers.fitted(launchers.model(), loader))
+
+
+@needs("accelerate")
+def test_accelerate():
+    """Loaders and models as Accelerate prepares them, whose last batches it pads."""
+    printed, expected = launched("accelerate")
+    assert f"accelerate: 2 processes, {expected}" in printed
+
+
+@needs("lightning")
+def test_lightning_fabric():
+    """Processes that Fabric starts, with loaders that it shards."""
+    printed, expected = launched("fabric")
+    assert f"fabric: 2 processes, {expected}" in printed
 
 
 # --- BoTorch -----------------------------------------------------------------------

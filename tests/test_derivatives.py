@@ -7,10 +7,16 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_ella.derivatives import linearizer as module
 from laplace_ella.derivatives import sizes
-from laplace_ella.derivatives.features import FeatureMode
+from laplace_ella.derivatives.features import (
+    FeatureMode,
+    by_forward,
+    by_forward_loop,
+    by_reverse,
+)
 from laplace_ella.derivatives.linearizer import Linearizer, Modes
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.options import ComputeOptions
@@ -444,9 +450,51 @@ def test_sizes_follow_the_network():
     assert 4 <= resnet.rows_at_once(10) <= 16
     # One example with more tangents than that has them in blocks.
     assert resnet.tangents_at_once <= 400
+    # So has one whose tangents are large: 4.9 MB each in EfficientNet-Lite0.
+    efficientnet = PassSizes(4_652_008, 4, Activations(4_903_296, 10**8))
+    assert 4 <= efficientnet.tangents_at_once <= 8
+    assert PassSizes(10**6, 4, Activations(2**25, 10**9)).tangents_at_once == 1
     assert PassSizes(10**9, 4, Activations(1, 1)).rows_at_once(1000) == 1
     assert PassSizes(10**9, 4, Activations(1, 1)).outputs_at_once(1000) == 1
     assert little.outputs_at_once(10) == 10
+
+
+class Convolutions(TorchDispatchMode):
+    """Results of convolutions and of their derivatives, as they are in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.results = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "convolution" in str(func):
+            results = result if isinstance(result, tuple) else (result,)
+            self.results += [r for r in results if r is not None and r.ndim == 4]
+        return result
+
+
+def test_channels_last_inside():
+    """Activations, tangents and cotangents keep the layout of the network."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    model.extend([nn.Conv2d(4, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(45, 2)])
+    model = model.eval().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 7, 7).to(memory_format=torch.channels_last)
+    fn, V = function(model), directions(model, 3)
+    batch, units = Batch.of(x, "input_ids"), lambda f: torch.eye(2)
+    for way in (
+        lambda: by_forward(fn, x, V),
+        lambda: by_forward_loop(fn, x, V),
+        lambda: by_reverse(fn, batch, V, units),
+    ):
+        with torch.no_grad(), Convolutions() as convolutions:
+            way()
+        # Gradients of weights have 3×3 pixels, as the second layer's outputs: left out.
+        activations = [r for r in convolutions.results if r.shape[-1] > 3]
+        assert activations
+        layout = torch.channels_last
+        assert all(r.is_contiguous(memory_format=layout) for r in activations)
 
 
 def test_no_way_works():

@@ -21,6 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PAPER = EXAMPLES / "paper"
 SHORT = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+GALLERY = EXAMPLES / "gallery"
+PICTURES = EXAMPLES.parent / "docs" / "images" / "gallery"
+DRAWN = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "style")
 
 # A handful of images has no best temperature.
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.BorderWarning")
@@ -29,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.BorderWarning")
 def published():
     """Digests of all published results, by path."""
     files = [p for p in (PAPER / "results").rglob("*") if p.is_file()]
+    files += PICTURES.iterdir()
     files.append(PAPER / "RESULTS.md")
     return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
@@ -127,6 +131,31 @@ def test_gap(capsys, monkeypatch, tmp_path):
     assert share["MAP"] < share["last layer"] < share["KFAC"] <= share["exact"]
     assert (tmp_path / "gap.png").stat().st_size > 10_000
     assert capsys.readouterr().out == (tmp_path / "gap.md").read_text()
+
+
+def test_distributed(capsys):
+    """Alone here; by two processes in tests/test_distributed.py."""
+    found = run_short("distributed")
+    assert found["la"].n_data == 200
+    assert "1 process(es), 200 training data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_gallery(name, capsys, monkeypatch, tmp_path):
+    """A short script draws a small picture, which the gallery shows with its source."""
+    script, picture = GALLERY / f"{name}.py", tmp_path / f"{name}.png"
+    assert len(script.read_text().splitlines()) <= 80
+    page = (EXAMPLES.parent / "docs" / "gallery.md").read_text()
+    assert f"(images/gallery/{name}.png)" in page
+    assert f"(../examples/gallery/{name}.py)" in page
+    assert (PICTURES / f"{name}.png").stat().st_size <= 150_000
+    for module in ("style", "gap"):  # of this folder, and not for longer than this test
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(str(GALLERY))
+    monkeypatch.setattr(sys, "argv", [name, "--smoke", "--out", str(tmp_path)])
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out == f"wrote {picture}\n"
+    assert picture.stat().st_size > 10_000
 
 
 def test_active_learning(capsys):
@@ -264,6 +293,9 @@ def test_benchmark_tasks(paper, data_dir, tmp_path):
         "fit": {"tag": "fit"},
         "growth": {"P": 400, "C": 3},
         "options": {"option": "default", "tag": "option"},
+        "passes": {"network": "transformer encoder"},
+        "method": {"method": "ours, last stage, `top_outputs=3`"},
+        "batch_size": {"batch": 1},
     }.items():
         row = benchmark.TASKS[task](args, sizes | options)
         assert row["seconds"] >= 0
@@ -431,6 +463,15 @@ def test_cheaper(paper, data_dir, tmp_path):
     assert all(math.isfinite(row["nll"]) for row in rows)
     assert rows[1]["distance"] == 0
     assert "| last layer | 650 | 3 | 2 |" in (tmp_path / "resnet20.md").read_text()
+
+
+def test_scaling(paper, tmp_path):
+    """Bytes of the exchanges are those of the model."""
+    paper("scaling").main(["--smoke", "--out", str(tmp_path)])
+    *_, alone, two = (tmp_path / "measured.md").read_text().splitlines()
+    assert alone.split(" | ")[1] == "1"
+    assert two.removesuffix(" |").split(" | ")[-3:] == ["1.000"] * 3
+    assert (tmp_path / "large.md").read_text().count("ResNet-50") == 3
 
 
 def test_every_corruption_is_reproducible(paper):

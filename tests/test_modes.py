@@ -272,10 +272,11 @@ def test_unknown_mode(option):
 # --- compiled, low precision, placement --------------------------------------------
 
 
-def test_compile():
-    """The compiled forward-mode pass gives the same features and curvature."""
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_compile(mode):
+    """A compiled pass gives the same features and curvature."""
     case = make("classification_mlp")
-    la = fit(case, feature_mode="forward", compile={"backend": "aot_eager"})
+    la = fit(case, feature_mode=mode, compile={"backend": "aot_eager"})
     f, Js = dense.jacobians(case.model, case.x_test, case.params)
     f_mu, phi = la.features(case.x_test)
     assert_close(f_mu, f)

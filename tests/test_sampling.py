@@ -15,7 +15,6 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -327,21 +326,6 @@ def test_mapping_batches():
     mapped = fit(case, subsample_size=6, loader=data, **keys)
     assert_close(mapped.basis.vectors, plain.basis.vectors)
     assert_close(mapped.H, plain.H)
-
-
-def test_iterable_dataset():
-    """A data set that cannot be indexed is refused, by name and with the remedy."""
-
-    class Stream(IterableDataset):
-        def __iter__(self):
-            data = Recorded()
-            return (data[i] for i in range(N))
-
-    la = ELLALaplace(nn.Linear(N, C, dtype=torch.float64), "classification")
-    with pytest.raises(
-        (TypeError, ValueError), match=r"(?s)iterable.*Stream.*map-style"
-    ):
-        la.fit(DataLoader(Stream(), batch_size=4))
 
 
 def test_sequential_sampler_in_a_batch_sampler():

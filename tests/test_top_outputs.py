@@ -239,6 +239,10 @@ def test_what_it_is_not_for_is_refused_before_work():
     ):
         with pytest.raises(ValueError, match=r"variance of all classes|val_loader"):
             call()
+    expected = {}
+    for la.top_outputs in (None, 4):  # all of them, in either way
+        expected[la.top_outputs] = la(case.x_test, link_approx="bridge")
+    assert_close(expected[4], expected[None])
     la.top_outputs = None
     with pytest.raises(ValueError, match="multi_label=True"):
         Laplace(

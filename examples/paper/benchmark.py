@@ -17,285 +17,19 @@ import subprocess
 import sys
 import warnings
 from argparse import Namespace
-from collections import deque
-from collections.abc import Callable, Iterator
-from time import process_time
+from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
-from common.data import cifar10, imagenet_sample, read_images
-from common.models import ScaledInput, cifar_resnet, imagenet_model
+from common.benchmark_tasks import METHODS, NETWORKS, OPTIONS, TASKS
 from common.runs import Results, arguments, environment, start
-from laplace import Laplace
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import laplace_ella
-import laplace_ella.metrics
-
-Task = Callable[[Namespace, dict[str, Any]], dict[str, Any]]
+#: What stands for the day of rows that do not have one.
+UNDATED = "with an earlier version"
 
 #: Memory that one measurement may take: more counts as failed.
 LIMIT_GB = 8
-
-
-def best_time(work: Callable[[], object], repeats: int = 3) -> float:
-    """CPU seconds of the quickest of some runs, after one that warms up."""
-    work()
-    times = []
-    for _ in range(repeats):
-        began = process_time()
-        work()
-        times.append(process_time() - began)
-    return min(times)
-
-
-def once(work: Callable[[], object]) -> float:
-    began = process_time()
-    work()
-    return process_time() - began
-
-
-def loader(x: torch.Tensor, y: torch.Tensor, batch_size: int) -> DataLoader:
-    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
-
-
-# Each side's classifier, by the same arguments
-
-
-def ours(model: nn.Module, M: int, K: int, **kwargs: Any) -> laplace_ella.ELLALaplace:
-    return Laplace(
-        model,
-        "classification",
-        "all",
-        "nystrom",
-        subsample_size=M,
-        n_eigenvalues=K,
-        prior_precision=5.0,
-        **kwargs,
-    )
-
-
-def theirs(model: nn.Module, M: int, K: int) -> Any:
-    return Laplace(
-        model,
-        "classification",
-        "all",
-        "gp",
-        functional_approximation="nystrom",
-        subsample_size=M,
-        n_eigenvalues=K,
-        prior_precision=5.0,
-    )
-
-
-SIDES = {"ours": ours, "theirs": theirs}
-
-
-# Tasks on the real ResNet-20
-
-
-def resnet20(args: Namespace, n: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    images = cifar10(args.data_root, "train")[:n]
-    return cifar_resnet("resnet20", args.data_root), images.x, images.y
-
-
-def forward_seconds(model: nn.Module, x: torch.Tensor) -> float:
-    """Seconds of one forward pass per image."""
-    with torch.no_grad():
-        return best_time(lambda: model(x)) / len(x)
-
-
-def basis_row(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Seconds per sampled gradient, without the decomposition that follows."""
-    M = p["M"]
-    model, x, y = resnet20(args, M)
-    data = loader(x, y, p["batch"])
-    la = SIDES[p["side"]](model, M, min(20, M))
-    la.model.eval()
-    if p["side"] == "ours":
-        outputs = torch.nn.functional.one_hot(torch.arange(M) % 10, 10).float()
-        rows = la.fitter.linearizer.row_chunks
-        few = x[:64], torch.arange(min(64, M)), outputs[:64]
-        _consume(rows(*few))  # finds out how, as at the start of a fit
-        seconds = once(lambda: _consume(rows(x, torch.arange(M), outputs)))
-    else:  # decomposes as well, a matrix of M×M
-        seconds = once(lambda: la._build_basis(data, la._indices(data, False)))
-    return {"seconds": seconds / M, "forward": forward_seconds(model, x[:64])}
-
-
-def _consume(iterator: Iterator[Any]) -> None:
-    deque(iterator, maxlen=0)
-
-
-def predict(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Seconds per image of the probit predictive, with a fit on a few images."""
-    n = p["images"]
-    model, x, y = resnet20(args, max(n, p["M"]))
-    la = SIDES[p["side"]](model, p["M"], p["K"])
-    la.fit(loader(x[: p["M"]], y[: p["M"]], 8))
-    kind = "glm" if p["side"] == "ours" else "gp"
-    x = x[:n]
-    seconds = best_time(lambda: la(x, pred_type=kind, link_approx="probit"), 2) / n
-    row = {"seconds": seconds, "forward": forward_seconds(model, x)}
-    if p["side"] == "ours":
-        row["mode"] = la.modes.features.value
-    return row
-
-
-def grid_search(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a grid search; linear in candidates and images where it is said so."""
-    model, x, y = resnet20(args, max(p["images"], 64))
-    la = SIDES[p["side"]](model, 64, 20)
-    la.fit(loader(x[:64], y[:64], 8))
-    kind = "glm" if p["side"] == "ours" else "gp"
-    val = loader(x[: p["images"]], y[: p["images"]], min(p["images"], 100))
-    seconds = once(
-        lambda: la.optimize_prior_precision(
-            pred_type=kind,
-            method="gridsearch",
-            val_loader=val,
-            grid_size=p["candidates"],
-        )
-    )
-    scale = (100 / p["candidates"]) * (1000 / p["images"])
-    return {"seconds": seconds * scale, "measured": seconds}
-
-
-def fit(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """A whole fit; `memory_budget` makes ours summarise its gradients."""
-    model, x, y = resnet20(args, p["N"])
-    kwargs = {k: p[k] for k in ("memory_budget", "stochastic") if k in p}
-    la = SIDES[p["side"]](model, p["M"], p["K"], **kwargs)
-    seconds = once(lambda: la.fit(loader(x, y, p["batch"])))
-    row = {"seconds": seconds}
-    if p["side"] == "ours":
-        row |= {"method": la.basis.method, "eigenvalues": la.basis.eigenvalues.tolist()}
-        torch.save(la.basis.directions, args.cache_dir / f"directions_{p['tag']}.pt")
-    return row
-
-
-# Tasks that laplace-torch's ELLA cannot do
-
-
-def efficientnet(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """EfficientNet-Lite0, 1,000 classes: fit on M images and predict."""
-    model = imagenet_model("efficientnet_lite0")
-    paths, classes = imagenet_sample(args.data_root)
-    x = read_images(paths[:: 1000 // p["M"]][: p["M"]])
-    y = classes[:: 1000 // p["M"]][: p["M"]]
-    # Curvature from sampled labels: one backward pass per image instead of 2K + 1.
-    la = ours(model, p["M"], p["K"], memory_budget=f"{p['budget']} GB", stochastic=True)
-    seconds = once(lambda: la.fit(loader(x, y, 16)))
-    la(x[:1])  # finds out how to compute features
-    one = once(lambda: la(x[:4], link_approx="probit")) / 4
-    return {
-        "seconds": seconds,
-        "image": one,
-        "forward": forward_seconds(model, x[:4]),
-        "method": la.basis.method,
-        "mode": la.modes.features.value,
-    }
-
-
-def vit(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """ViT-B/16 of timm, 86 M parameters, 1,000 classes, with random weights: the cost
-    does not depend on them."""
-    import timm
-
-    torch.manual_seed(0)
-    model = timm.create_model("vit_base_patch16_224", pretrained=False).eval()
-    model = ScaledInput(model, [0.5] * 3, [0.5] * 3).eval()
-    x, y = torch.rand(p["M"], 3, 224, 224), torch.arange(p["M"]) % 1000
-    la = ours(model, p["M"], p["K"], memory_budget=f"{p['budget']} GB", stochastic=True)
-    seconds = once(lambda: la.fit(loader(x, y, 1)))
-    la(x[:1])  # finds out how to compute features
-    one = once(lambda: la(x[:1], link_approx="probit"))
-    return {
-        "seconds": seconds,
-        "image": one,
-        "forward": forward_seconds(model, x[:1]),
-        "method": la.basis.method,
-        "mode": la.modes.features.value,
-    }
-
-
-# How the cost grows, on a synthetic network
-
-
-def growth(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Fit and predict with a fully connected network of about P parameters."""
-    torch.manual_seed(0)
-    width = int((p["P"]) ** 0.5)
-    model = nn.Sequential(
-        nn.Linear(64, width),
-        nn.ReLU(),
-        nn.Linear(width, width),
-        nn.ReLU(),
-        nn.Linear(width, p["C"]),
-    ).eval()
-    x, y = torch.randn(p["N"], 64), torch.randint(p["C"], (p["N"],))
-    la = ours(model, p["M"], p["K"])
-    seconds = once(lambda: la.fit(loader(x, y, 64)))
-    image = best_time(lambda: la(x[:64]), 2) / 64
-    return {
-        "seconds": seconds,
-        "image": image,
-        "n_params": la.n_params,
-        "mode": la.modes.features.value,
-    }
-
-
-# What the options cost and change
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "`stochastic=True`": {"stochastic": True},
-    "`stochastic=10`": {"stochastic": 10},
-    "`basis_dtype=bfloat16`": {"basis_dtype": torch.bfloat16},
-    "predictions under `torch.autocast`, bfloat16": {},
-    "`feature_mode='forward'`": {"feature_mode": "forward"},
-    "`feature_mode='forward', compile=True`": {
-        "feature_mode": "forward",
-        "compile": True,
-    },
-}
-
-
-def options(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Fit and predict with one option; the predictions are kept for comparison."""
-    model, x, y = resnet20(args, p["N"])
-    new = cifar10(args.data_root, "test")[: p["images"]]
-    la = ours(model, p["M"], p["K"], **OPTIONS[p["option"]])
-    seconds = once(lambda: la.fit(loader(x, y, 64)))
-    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in p["option"]):
-        few = new.x[:16]
-        la(few)  # compiles, finds out how to compute features
-        image = best_time(lambda: la(few), 1) / len(few)
-        parts = [la(part).double() for part in new.x.split(len(few))]
-    probs = torch.cat(parts)
-    torch.save(probs, args.cache_dir / f"probs_{p['tag']}.pt")
-    return {
-        "seconds": seconds,
-        "image": image,
-        "nll": laplace_ella.metrics.nll(probs, new.y),
-    }
-
-
-TASKS: dict[str, Task] = {
-    task.__name__: task
-    for task in (
-        basis_row,
-        predict,
-        grid_search,
-        fit,
-        efficientnet,
-        vit,
-        growth,
-        options,
-    )
-}
 
 
 # One process per measurement
@@ -311,7 +45,8 @@ def measure(args: Namespace, task: str, p: dict[str, Any]) -> dict[str, Any]:
     if done.returncode == 0 and lines:
         return json.loads(lines[-1])
     said = done.stderr.strip().splitlines()
-    last = said[-1][:120] if said else f"exit code {done.returncode}"
+    raised = said and done.returncode > 0  # not killed by a signal
+    last = said[-1][:120] if raised else f"exit code {done.returncode}"
     return {"failed": last, "limit_gb": p.get("limit_gb", LIMIT_GB)}
 
 
@@ -337,29 +72,48 @@ def subspace_angle(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def run(args: Namespace) -> str:
-    """Measure what is not there yet and write the page."""
+    """Measure what is not there yet, or was asked for again, and write the page."""
     small = args.smoke
     results = Results(args.out / "benchmark.json", {"smoke": small})
+    for name in args.only or SECTIONS:
+        days: set[str] = set()
 
-    def get(key: str, task: str, **p: Any) -> dict[str, Any]:
-        return results.compute(key, lambda: measure(args, task, p))
+        def get(
+            key: str, task: str, name: str = name, days: set[str] = days, **p: Any
+        ) -> dict[str, Any]:
+            if args.no_measurement and key not in results.rows:
+                raise LookupError(key)
 
-    sections = []
-    wanted = set(args.only) if args.only else set(SECTIONS)
-    for name, section in SECTIONS.items():
-        if name in wanted:
-            sections.append(section(args, get, small))
-    head = environment(args)
-    told = "\n".join(f"- {k}: {v}" for k, v in head.items())
+            def measured() -> dict[str, Any]:
+                return {**measure(args, task, p), "date": today()}
+
+            row = results.compute(key, measured, again=name in args.again)
+            days.add(row.get("date", UNDATED))
+            return row
+
+        text = SECTIONS[name](args, get, small)
+        told = f"Measured: {', '.join(sorted(days))}."
+        (args.out / f"{name}.md").write_text(f"{text}\n{told}\n")
+    return write_page(args)
+
+
+def write_page(args: Namespace) -> str:
+    """Put the page together from the sections that are there."""
+    told = "\n".join(f"- {k}: {v}" for k, v in environment(args).items())
     page = (
         "# What ELLA costs\n\n`python examples/paper/benchmark.py`, CPU seconds of one "
         f"thread, peak resident memory of one process per measurement.\n\n{told}\n\n"
     )
-    page += "\n".join(sections)
-    if missing := [name for name in SECTIONS if name not in wanted]:
+    files = {name: args.out / f"{name}.md" for name in SECTIONS}
+    page += "\n".join(f.read_text() for f in files.values() if f.exists())
+    if missing := [name for name, f in files.items() if not f.exists()]:
         page += f"\nNot measured yet: `--only {' '.join(missing)}`.\n"
     (args.out / "README.md").write_text(page)
     return page
+
+
+def today() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
 
 
 def ratio(a: dict[str, Any], b: dict[str, Any], key: str = "seconds") -> str:
@@ -396,7 +150,7 @@ def against_theirs(args: Namespace, get: Callable, small: bool) -> str:
         cells += [passes(t), passes(o)] if in_passes else ["", ""]
         lines.append(f"| {' | '.join([*cells, peak(t), peak(o)])} |")
 
-    M = 16 if small else 512
+    M = 16 if small else 128
     row_t = get("row theirs", "basis_row", side="theirs", M=8, batch=8)
     row_o = get("row ours", "basis_row", side="ours", M=M, batch=64)
     line("one sampled gradient (theirs at batch 8)", row_t, row_o)
@@ -590,19 +344,118 @@ def options_table(args: Namespace, get: Callable, small: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
+def where_passes_go(args: Namespace, get: Callable, small: bool) -> str:
+    lines = [
+        "## Where the passes go: features J(x)V of five networks",
+        "",
+        "The floor is that of the cheaper direction, 2 min(C, K) + 1 passes. Networks "
+        "with random inputs, and random weights but for ResNet-20 and EfficientNet.",
+        "",
+        "| network | C | K | floor | passes | features |",
+        "|---|---|---|---|---|---|",
+    ]
+    details = []
+    for name, (_, _, C, K) in NETWORKS.items():
+        if small and name != "transformer encoder":
+            continue
+        try:
+            row = get(f"passes {name}", "passes", network=name)
+        except LookupError:
+            lines.append(f"| {name} | {C} | {K} | | not measured yet | |")
+            continue
+        if "failed" in row:
+            lines.append(f"| {name} | {C} | {K} | | {row['failed']} | |")
+            continue
+        lines.append(
+            f"| {name} | {C} | {K} | {2 * min(C, K) + 1} | {passes(row)} | "
+            f"{row['mode']} |"
+        )
+        total = row["seconds"] / row["forward"]
+        details += [
+            f"| {name} | {operator} | {shapes} | {count} | {share * total:.1f} |"
+            for operator, shapes, count, share in row["operators"][:6]
+        ]
+    lines += [
+        "",
+        "The operators that take most, by the shapes of their arguments:",
+        "",
+        "| network | operator | arguments | calls | passes |",
+        "|---|---|---|---|---|",
+        *details,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def other_methods(args: Namespace, get: Callable, small: bool) -> str:
+    p = {"N": 24, "M": 24, "K": 20, "images": 8}
+    if small:
+        p = {"N": 4, "M": 4, "K": 2, "images": 2}
+    lines = [
+        "## Against laplace-torch's other posteriors: ResNet-20, "
+        + ", ".join(f"{k}={v}" for k, v in p.items()),
+        "",
+        "Batches of eight images, in which most ways are at home; ours takes fewer "
+        "passes for larger ones, see below.",
+        "",
+        "| posterior | fit | predict an image | passes | by ours | peak |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = {name: get(f"method {name}", "method", method=name, **p) for name in METHODS}
+    for name, row in rows.items():
+        if "failed" in row:
+            lines.append(f"| {name} | {row['failed']} | | | | |")
+            continue
+        lines.append(
+            f"| {name} | {shown(row, 1.0, 's')} | {row['image'] * 1e3:.3g} ms | "
+            f"{row['image'] / row['forward']:.1f} | {ratio(row, rows['ours'], 'image')}"
+            f" | {peak(row)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def batch_sizes(args: Namespace, get: Callable, small: bool) -> str:
+    p = {"M": 24, "K": 20, "images": 48}
+    if small:
+        p = {"M": 4, "K": 2, "images": 4}
+    lines = [
+        "## Batch size: predictions of ResNet-20, "
+        + ", ".join(f"{k}={v}" for k, v in p.items()),
+        "",
+        "| batch | per image | passes of the same batch |",
+        "|---|---|---|",
+    ]
+    for batch in (1, 4) if small else (1, 4, 12, 48):
+        row = get(f"batch {batch}", "batch_size", batch=batch, **p)
+        lines.append(f"| {batch} | {shown(row)} | {passes(row)} |")
+    return "\n".join(lines) + "\n"
+
+
 SECTIONS = {
     "theirs": against_theirs,
-    "streaming": streaming,
-    "curvature": cheaper_curvature,
-    "options": options_table,
-    "large": large_models,
+    "methods": other_methods,
+    "passes": where_passes_go,
+    "batch": batch_sizes,
     "growth": growth_table,
+    "options": options_table,
+    "curvature": cheaper_curvature,
+    "streaming": streaming,
+    "large": large_models,
 }
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = arguments("benchmark", __doc__)
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="some sections")
+    parser.add_argument(
+        "--again",
+        nargs="*",
+        default=[],
+        choices=SECTIONS,
+        help="sections that are measured again",
+    )
+    parser.add_argument(
+        "--no-measurement", action="store_true", help="write what is there already"
+    )
     parser.add_argument("--worker", nargs=2, metavar=("TASK", "JSON"), help="internal")
     args = start(parser, argv)
     if args.worker:

@@ -96,15 +96,26 @@ NETWORKS = {
         load_imagenet,
         {
             "all layers": None,
-            "last block": ("model._blocks.15.*", "model._conv_head.*", "model._fc.*"),
+            "last stage": (
+                "model._blocks.1[1-5].*",
+                "model._conv_head.*",
+                "model._bn1.*",
+                "model._fc.*",
+            ),
+            "last block": (
+                "model._blocks.15.*",
+                "model._conv_head.*",
+                "model._bn1.*",
+                "model._fc.*",
+            ),
             "last layer": ("model._fc.*",),
         },
-        ranks=(20,),
-        tops=(1, 2, 3, 5, 10),
-        n_fit=30,
+        ranks=(10,),
+        tops=(1, 3, 10),
+        n_fit=24,
         n_test=60,
-        subsample_size=200,
-        batch=5,
+        subsample_size=100,
+        batch=4,
     ),
 }
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 
-import torch
 from torch import nn
 
 from laplace_ella.comparison.loaders import Survey
 from laplace_ella.comparison.methods import Method
+from laplace_ella.comparison.provenance import versions
 from laplace_ella.comparison.settings import Settings
 from laplace_ella.support.fingerprint import digest, model_digest
 
@@ -40,7 +38,7 @@ def problem_key(
         {name: seen.key for name, seen in surveys.items()},
         None if reference is None else method_key("", reference),
         memory_budget,
-        _versions(),
+        versions(),
     )
 
 
@@ -48,18 +46,3 @@ def method_key(problem: str, method: Method) -> str:
     """The key of a method's rows. Its name is not in it: renaming keeps results."""
     spec = {k: v for k, v in vars(method).items() if k not in ("name", "about")}
     return digest(problem, spec)
-
-
-def _versions() -> dict[str, str]:
-    from laplace_ella import __version__
-
-    try:
-        laplace_torch = importlib.metadata.version("laplace-torch")
-    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
-        laplace_torch = "unknown"
-    return {
-        "laplace-ella": __version__,
-        "laplace-torch": laplace_torch,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from laplace_ella import metrics
 from laplace_ella.comparison.cache_keys import method_key, problem_key
 from laplace_ella.comparison.evaluation import Data, Evaluation
+from laplace_ella.comparison.laplace_run import NotRun
 from laplace_ella.comparison.loaders import (
     CountedLoader,
     Survey,
@@ -25,10 +26,23 @@ from laplace_ella.comparison.loaders import (
     survey,
 )
 from laplace_ella.comparison.memory import Problem, describe_problem
-from laplace_ella.comparison.methods import Method, Tuning, resolve_methods
+from laplace_ella.comparison.methods import (
+    Method,
+    Tuning,
+    plain_value,
+    resolve_methods,
+)
 from laplace_ella.comparison.predictions import output_rows, target_rows
+from laplace_ella.comparison.progress import BAR_FORMAT, Sizes, expected_work
+from laplace_ella.comparison.provenance import (
+    Provenance,
+    describe_device,
+    now,
+    versions,
+)
 from laplace_ella.comparison.report import Report
 from laplace_ella.comparison.results import Result
+from laplace_ella.comparison.runner import tuning_of
 from laplace_ella.comparison.settings import Settings, check_seeds, make_settings
 from laplace_ella.comparison.tables import format_value, heading
 from laplace_ella.support import batches
@@ -36,7 +50,7 @@ from laplace_ella.support.layout import OutputLayout
 from laplace_ella.support.preserve import evaluation_mode
 from laplace_ella.support.resources import available_memory, parse_bytes
 
-__all__ = ["compare"]
+__all__ = ["MEMORY_SHARE", "check_network", "compare"]
 
 #: Share of the free memory that a method may be estimated to need.
 MEMORY_SHARE = 0.8
@@ -139,7 +153,7 @@ def compare(
         tensors; the settings; the device and the versions of this package,
         laplace-torch, torch and Python
     progress_bar : bool
-        a bar, and each row as it is done, on stderr
+        a bar with the time left, and each row as it is done, on stderr
     dict_key_x, dict_key_y : str
         as for `Laplace`, when batches are mappings
     output_layout : OutputLayout or str
@@ -164,6 +178,7 @@ def compare(
     >>> [row.method for row in report.rows()]
     ['map', 'kron']
     """
+    check_network(model)
     settings = make_settings(
         likelihood=likelihood,
         links=links,
@@ -214,10 +229,22 @@ def compare(
     if limit is None and (free := available_memory(device)) is not None:
         limit = int(MEMORY_SHARE * free)
     run = Evaluation(model, device, settings, problem, data, limit, exact)
-    return _loop(run, chosen, seed_list, stored, base_key, cache, progress_bar)
+    origin = _provenance(run, surveys, seed_list, asked)
+    return _loop(run, chosen, seed_list, stored, base_key, cache, progress_bar, origin)
 
 
 # --- before the first fit ------------------------------------------------------------
+
+
+def check_network(model: Any) -> None:
+    """Refuse what is no network that can be trained."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"The model ({type(model).__name__}) has no trainable parameters, so there "
+            "is nothing to be uncertain about. Set requires_grad of some."
+        )
 
 
 def _reference(
@@ -313,6 +340,44 @@ def _residual_rmse(
     return max(rmse, 1e-3)
 
 
+# --- where the numbers come from -----------------------------------------------------
+
+
+def _provenance(
+    run: Evaluation,
+    surveys: Mapping[str, Survey],
+    seeds: Sequence[int],
+    memory_budget: int | None,
+) -> Provenance:
+    roles = {
+        "train_loader": "training",
+        "val_loader": "validation",
+        "test_loader": "test",
+        **{f"ood_loaders[{name!r}]": f"OOD: {name}" for name in run.data.ood},
+    }
+    options = {
+        **{name: plain_value(value) for name, value in asdict(run.settings).items()},
+        "links": list(run.settings.links),
+        "seeds": list(seeds),
+        "reference": None if (r := run.reference_method) is None else r.name,
+        "memory_budget": memory_budget,
+    }
+    return Provenance(
+        model=type(run.model).__name__,
+        n_params=run.problem.n_params,
+        output_shape=run.problem.output_shape,
+        n_data={
+            role: surveys[name].n_data
+            for name, role in roles.items()
+            if name in surveys
+        },
+        options=options,
+        versions=versions(),
+        device=describe_device(run.device),
+        date=now(),
+    )
+
+
 # --- all methods ---------------------------------------------------------------------
 
 
@@ -324,25 +389,34 @@ def _loop(
     base_key: str,
     cache: str | os.PathLike[str] | None,
     progress_bar: bool,
+    origin: Provenance,
 ) -> Report:
     """Run what the cache does not have, row by row."""
     known = {(r.key, r.link, r.seed): r for r in stored.results if r.ok}
     jobs = [(method, seed) for method in methods for seed in seeds]
+    work = {method.name: _work(run, method, origin) for method in methods}
     results: list[Result] = []
     likelihood = run.settings.likelihood
     interrupted = False
-    with tqdm(jobs, disable=not progress_bar, file=sys.stderr, unit="fit") as bar:
-        for method, seed in bar:
+    with tqdm(
+        total=sum(work[method.name] for method, _ in jobs),
+        disable=not progress_bar,
+        file=sys.stderr,
+        bar_format=BAR_FORMAT,
+        smoothing=0.0,  # methods differ: only the mean speed tells of the others
+    ) as bar:
+        for number, (method, seed) in enumerate(jobs, 1):
             key = method_key(base_key, method)
             wanted = [(key, link, seed) for link in run.links(method)]
             if all(row in known for row in wanted):
                 # The name is not part of the key: renaming a method keeps its results.
                 results += [replace(known[row], method=method.name) for row in wanted]
+                bar.total -= work[method.name]
                 continue
             if interrupted:
                 results.append(Result(method.name, "", seed, "interrupted", key=key))
                 continue
-            bar.set_description(method.name)
+            bar.set_description(f"{method.name} ({number} of {len(jobs)})")
             try:
                 for result in run.results(method, seed, key):
                     results.append(result)
@@ -351,11 +425,29 @@ def _loop(
             except KeyboardInterrupt:
                 interrupted = True
                 results.append(Result(method.name, "", seed, "interrupted", key=key))
+            if results[-1].ok:
+                bar.update(work[method.name])
+            else:  # what was not done took no time, and is not left either
+                bar.total -= work[method.name]
             if cache is not None:
                 done = [r for r in results if r.ok]
-                stored = stored.merge(Report(done, likelihood))
+                fresh = Report(done, likelihood, provenance=origin)
+                stored = stored.merge(fresh)
                 stored.save(cache)
-    return Report(results, likelihood, interrupted)
+    return Report(results, likelihood, interrupted, origin)
+
+
+def _work(run: Evaluation, method: Method, origin: Provenance) -> float:
+    """What is expected of a method, for the progress bar."""
+    n_data = dict(origin.n_data)
+    n_train, n_val = n_data.pop("training"), n_data.pop("validation", 0)
+    sizes = Sizes(n_train, n_val, sum(n_data.values()), run.problem.n_outputs)
+    try:
+        tune = tuning_of(method, run.settings, run.data.val)
+    except NotRun:
+        return 0.0
+    grid_size, n_links = run.settings.grid_size, len(run.links(method))
+    return expected_work(method, tune, sizes, grid_size, n_links)
 
 
 def describe_result(result: Result) -> str:

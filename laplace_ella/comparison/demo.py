@@ -240,6 +240,9 @@ CLASSIFICATION_METHODS = (
 
 LINKS = ("mc", "probit")
 
+#: The report as a page, in the folder of the figures.
+PAGE = "report.html"
+
 #: Columns of the short table.
 SHORT = ("nll", "nll_to_best", "ece", "brier", "auroc:digits 8, 9")
 
@@ -412,6 +415,8 @@ def run_classification_demo(
         _write(out, "classification_short.md", short, echo)
     report.save(Path(out) / "classification.json")
     echo(f"wrote {Path(out) / 'classification.json'}")
+    page = report.to_html(Path(out) / PAGE, "Methods on noisy digits")
+    echo(f"wrote {page}")
     return report
 
 

@@ -1,34 +1,50 @@
-"""The check-up: versions, devices, and what works for a given model.
+"""The check-up: versions, devices, and what is best for a given model.
 
-Nothing is tried that would not fit into the free memory.
+Which derivatives work, what fits into memory, how long fits and predictions will take,
+and which n_eigenvalues to choose. Nothing is tried that would not fit.
 
-Index legend: C outputs, P parameters, K rank, S positions.
+Index legend: N data, C outputs, P parameters, M samples, K rank, S positions.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import platform
+import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from tqdm.auto import tqdm
 
-from laplace_ella.comparison.compare import MEMORY_SHARE
+from laplace_ella.comparison.compare import MEMORY_SHARE, check_network
 from laplace_ella.comparison.evaluation import estimate_method
+from laplace_ella.comparison.forecast import (
+    RANKS,
+    Forecast,
+    Inputs,
+    Way,
+    choose,
+    forecast,
+    measure_way,
+    seconds,
+)
 from laplace_ella.comparison.loaders import is_map_style, split, survey
 from laplace_ella.comparison.memory import Problem, describe_problem
 from laplace_ella.comparison.methods import Tuning, resolve_methods
+from laplace_ella.comparison.progress import BAR_FORMAT
 from laplace_ella.comparison.settings import Settings, check_likelihood
 from laplace_ella.support import batches, resources
-from laplace_ella.support.checks import member
+from laplace_ella.support.checks import check_positive, member
 from laplace_ella.support.layout import OutputLayout
 from laplace_ella.support.preserve import evaluation_mode, random_states
-from laplace_ella.support.resources import human_bytes
+from laplace_ella.support.presets import PAPER
+from laplace_ella.support.resources import human_bytes, human_seconds
 
 __all__ = ["check_installation", "check_model"]
 
@@ -41,6 +57,7 @@ _PACKAGES = {
     "curvlinops-for-pytorch": "required",
     "backpack-for-pytorch": "required",
     "asdfghjkl": "required",
+    "jinja2": "required",
     "matplotlib": 'plots: pip install "laplace-ella[plots]"',
     "scikit-learn": 'demo: pip install "laplace-ella[demo]"',
     "pandas": "only for Report.to_pandas()",
@@ -107,28 +124,93 @@ def _check_registration() -> list[str]:
 
 # --- a model -------------------------------------------------------------------------
 
+#: Seconds that a fit, or a thousand predictions, may take to be recommended.
+TIME_BUDGET = 600.0
 
-def check_model(arguments: Mapping[str, Any]) -> list[str]:
-    """Print which derivatives work and what each method would need.
+#: Outputs up to which the variance outside the directions is recommended.
+FEW_OUTPUTS = 100
+
+
+@dataclass(frozen=True)
+class _Patient:
+    """The model to check, with what is known about it."""
+
+    model: nn.Module
+    train: Any
+    settings: Settings
+    problem: Problem
+    inputs: Inputs
+    limit: int | None
+    device: torch.device
+    load_seconds: float
+
+    def build(self, **kwargs: Any) -> Any:
+        """An `ELLALaplace` of the model that is not fitted."""
+        from laplace_ella import ELLALaplace
+
+        model = kwargs.pop("model", self.model)
+        return ELLALaplace(
+            model,
+            self.settings.likelihood,
+            dict_key_x=self.settings.dict_key_x,
+            dict_key_y=self.settings.dict_key_y,
+            output_layout=self.settings.output_layout,
+            **kwargs,
+        )
+
+    @property
+    def complement(self) -> dict[str, str]:
+        """What a recommended posterior keeps outside its directions.
+
+        Regressions match it to the spectrum by themselves. Of many outputs it would
+        take a gradient each, more than all directions.
+        """
+        many = self.problem.n_outputs > FEW_OUTPUTS
+        if many or self.settings.is_regression:
+            return {}
+        return {"complement": "prior"}
+
+
+def check_model(
+    arguments: Mapping[str, Any],
+    *,
+    memory_budget: int | float | str | None = None,
+    time_budget: float = TIME_BUDGET,
+    progress_bar: bool = False,
+) -> list[str]:
+    """Print what works for a model, what fits, how long it takes, and what to choose.
 
     Parameters
     ----------
     arguments : mapping
         of `compare`: model, likelihood and train_loader, and optionally dict_key_x,
-        dict_key_y and output_layout
+        dict_key_y, output_layout and memory_budget; others are not looked at
+    memory_budget : int or str, optional
+        bytes, or a text like "8 GB"; default 80 % of what is free
+    time_budget : float
+        seconds that a fit, or a thousand predictions, may take to be recommended
+    progress_bar : bool
+        on stderr, with the time left
 
     Returns
     -------
     list of str
         what is wrong
     """
+    check_positive("time_budget", float(time_budget))
     model, train = arguments["model"], arguments["train_loader"]
+    check_network(model)
     settings = _settings(arguments)
     device = next(model.parameters()).device
+    asked = arguments.get("memory_budget") if memory_budget is None else memory_budget
     free = resources.available_memory(device)
     limit = None if free is None else int(MEMORY_SHARE * free)
+    if asked is not None:
+        limit = resources.parse_bytes(asked)
     with evaluation_mode(model), random_states(device, train):
+        start = time.perf_counter()
         batch = next(iter(train), None)
+        loading = time.perf_counter() - start
         if batch is None:
             return ["train_loader yielded no batch; it needs at least one."]
         x, y = split(batch, settings.dict_key_y)
@@ -153,10 +235,37 @@ def check_model(arguments: Mapping[str, Any]) -> list[str]:
                 "output_layout='channels_last' for (B, ..., C) or 'channels_first' for "
                 "(B, C, ...) from the function as well."
             ]
-        one = _first_example(batch, settings)
-        problems = _check_derivatives(model, one, settings, problem, limit)
-        _print_memory(model, train, settings, problem, limit)
+        inputs = Inputs(batch, settings)
+        # Processes beside this one read while it computes.
+        alone = not getattr(train, "num_workers", 0)
+        patient = _Patient(
+            model,
+            train,
+            settings,
+            problem,
+            inputs,
+            limit,
+            device,
+            loading / problem.batch if alone else 0.0,
+        )
+        with tqdm(
+            total=3 + 4 + 1 + len(RANKS),
+            disable=not progress_bar,
+            file=sys.stderr,
+            leave=False,
+            bar_format=BAR_FORMAT,
+        ) as bar:
+            works, problems = _check_derivatives(patient, bar)
+            _print_memory(patient)
+            if works and is_map_style(train):
+                found = _forecasts(patient, works, bar)
+                problems += _recommend(patient, found, float(time_budget))
     return problems
+
+
+def _say(text: str) -> None:
+    """Print above the progress bar."""
+    tqdm.write(text, file=sys.stdout)
 
 
 def _settings(arguments: Mapping[str, Any]) -> Settings:
@@ -185,45 +294,29 @@ def _n_data(loader: Any, settings: Settings) -> int:
     return survey("train_loader", loader, *keys).n_data
 
 
-def _first_example(batch: Any, settings: Settings) -> Any:
-    """A batch of one."""
-    x, y = batches.split_batch(batch, settings.dict_key_y)
-    size = batches.batch_size(x, settings.dict_key_x)
-    one = batches.take(x, slice(0, 1), size)
-    return one if isinstance(batch, Mapping) else (one, y[:1])
+# --- what works, and what fits -------------------------------------------------------
 
 
-def _check_derivatives(
-    model: nn.Module, one: Any, settings: Settings, problem: Problem, limit: int | None
-) -> list[str]:
-    """Try each way of computing features on one example, if it fits into memory."""
-    from laplace_ella import ELLALaplace, FeatureMode
+def _check_derivatives(patient: _Patient, bar: Any) -> tuple[list[str], list[str]]:
+    """Try each way of computing features on one example, if it fits into memory; those
+    that work, and what is wrong."""
+    from laplace_ella import FeatureMode
 
-    # A data set of one index, which stands for the example.
-    index = TensorDataset(torch.zeros(1))
-    loader = DataLoader(index, batch_size=1, collate_fn=lambda _: one)
+    problem, limit = patient.problem, patient.limit
+    loader = patient.inputs.loader(1)
     works, too_large = [], []
-    print("Ways of computing features J(x)V:")
+    _say("Ways of computing features J(x)V:")
     for mode in FeatureMode:
         if mode is FeatureMode.AUTO:
             continue
+        bar.set_description(f"trying {mode.value}")
         try:
-            la = ELLALaplace(
-                model,
-                settings.likelihood,
-                dict_key_x=settings.dict_key_x,
-                dict_key_y=settings.dict_key_y,
-                subsample_size=2,
-                n_eigenvalues=2,
-                chunk_size=1,
-                feature_mode=mode,
-                output_layout=settings.output_layout,
+            la = patient.build(
+                subsample_size=2, n_eigenvalues=2, chunk_size=1, feature_mode=mode
             )
             needed = la.estimate_memory(loader).needed
             if mode is FeatureMode.REVERSE:
-                # all rows of the Jacobian of one example, (S·C, P), and a copy
-                itemsize = max(problem.itemsize, torch.float32.itemsize)
-                needed += 2 * problem.n_outputs * problem.n_params * itemsize
+                needed += _jacobian_bytes(problem)
             if limit is not None and needed > limit:
                 too_large.append(mode.value)
                 text = (
@@ -231,50 +324,59 @@ def _check_derivatives(
                     f"{human_bytes(limit)} may be used"
                 )
             else:
-                text = f"works, {1e3 * _seconds(la, loader, settings):.0f} ms"
+                text = f"works, {1e3 * _features_seconds(la, patient):.0f} ms"
                 works.append(mode.value)
         except Exception as error:  # a model may fail in any way
-            first = (str(error).splitlines() or [""])[0]
-            text = f"fails: {type(error).__name__}: {first}"
-        print(f"  {mode.value:<12} {text}")
+            text = f"fails: {_first_line(error)}"
+        _say(f"  {mode.value:<12} {text}")
+        bar.update()
     if works:
-        return []
+        return works, []
     if too_large:
-        return [
+        return [], [
             "No way to differentiate this model that fits into the free memory was "
             f"found; {', '.join(too_large)} would need more."
         ]
-    return ["No way to differentiate this model was found."]
+    return [], ["No way to differentiate this model was found."]
 
 
-def _seconds(la: Any, loader: Any, settings: Settings) -> float:
+def _jacobian_bytes(problem: Problem) -> int:
+    """All rows of the Jacobian of one example, (S·C, P), and a copy."""
+    itemsize = max(problem.itemsize, torch.float32.itemsize)
+    return 2 * problem.n_outputs * problem.n_params * itemsize
+
+
+def _features_seconds(la: Any, patient: _Patient) -> float:
     """Time for the features of one example, after a fit to it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one example has few directions
-        la.fit(loader)
-    x, _ = batches.split_batch(next(iter(loader)), settings.dict_key_y)
-    start = time.perf_counter()
-    la.features(x)
-    return time.perf_counter() - start
+        la.fit(patient.inputs.loader(1))
+    x = patient.inputs.x(1, patient.device)
+    return seconds(lambda: la.features(x), patient.device)
 
 
-def _print_memory(
-    model: nn.Module,
-    train: Any,
-    settings: Settings,
-    problem: Problem,
-    limit: int | None,
-) -> None:
-    print("\nEstimated memory, in the batches that would be used:")
-    methods = resolve_methods(None, settings.likelihood)
+def _first_line(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}"
+
+
+def _print_memory(patient: _Patient) -> None:
+    _say("\nEstimated memory, in the batches that would be used:")
+    methods = resolve_methods(None, patient.settings.likelihood)
     # Rows that differ in their tuning alone need the same.
     distinct = {(m.kind, repr(m.kwargs)): m for m in reversed(methods)}
     for method in reversed(distinct.values()):
         try:
-            needs = estimate_method(method, model, settings, problem, train, limit)
+            needs = estimate_method(
+                method,
+                patient.model,
+                patient.settings,
+                patient.problem,
+                patient.train,
+                patient.limit,
+            )
         except Exception as error:  # a model may fail in any way
-            first = (str(error).splitlines() or [""])[0]
-            print(f"  {method.name:<18} fails: {type(error).__name__}: {first}")
+            _say(f"  {method.name:<18} fails: {_first_line(error)}")
             continue
         if needs.unsupported:
             text = needs.unsupported
@@ -282,4 +384,126 @@ def _print_memory(
             text = f"{human_bytes(needs.bytes)}: does not fit"
         else:
             text = f"{human_bytes(needs.bytes)}, batches of {needs.batch}"
-        print(f"  {method.name:<18} {text}")
+        _say(f"  {method.name:<18} {text}")
+
+
+# --- how long, and what to choose ----------------------------------------------------
+
+
+def _forecasts(patient: _Patient, works: list[str], bar: Any) -> list[Forecast]:
+    """The exact posterior and some ranks, the best first."""
+    problem, device = patient.problem, patient.device
+    regression = patient.settings.is_regression
+    # The replacement of forward mode is for models that do not have it.
+    modes = [m for m in works if m != "double_vjp" or "forward" not in works]
+
+    def measured(name: str, model: nn.Module, inputs: Inputs, **kwargs: Any) -> Way:
+        bar.set_description(f"timing {name}")
+
+        def build(**more: Any) -> Any:
+            return patient.build(model=model, feature_mode=name, **kwargs, **more)
+
+        return measure_way(build, inputs, problem.n_outputs, name == "reverse")
+
+    ways = []
+    for mode in modes:
+        ways.append(measured(mode, patient.model, patient.inputs, **patient.complement))
+        bar.update()
+    found = []
+    for rank in (
+        "exact",
+        *(k for k in RANKS if k < problem.n_data * problem.n_outputs),
+    ):
+        bar.set_description(f"n_eigenvalues={rank}")
+        memory = patient.build(
+            n_eigenvalues=rank, memory_budget=patient.limit
+        ).estimate_memory(patient.train)
+        fits = memory.fits
+        used = ways
+        if rank == "exact" and fits and "reverse" in works:
+            used = [_in_double(patient, measured) or ways[modes.index("reverse")]]
+        times = (float("nan"), float("nan"))
+        if fits:
+            times = forecast(
+                rank,
+                used,
+                problem,
+                PAPER["subsample_size"],
+                regression,
+                device,
+                patient.load_seconds,
+            )
+        size = memory.total if fits else memory.needed
+        found.append(Forecast(rank, size, fits, *times))
+        bar.update()
+    return found
+
+
+def _in_double(patient: _Patient, measured: Callable[..., Way]) -> Way | None:
+    """The way of exact fits, which are in float64; None for models that are not."""
+    try:
+        model = copy.deepcopy(patient.model).double()
+        inputs = patient.inputs.in_double()
+        return measured("reverse", model, inputs, complement="prior")
+    except Exception:  # a model may fail in any way; the fit stays in its precision
+        return None
+
+
+def _recommend(
+    patient: _Patient, found: list[Forecast], time_budget: float
+) -> list[str]:
+    """Print the forecasts and what to choose; a problem if nothing fits."""
+    within = "" if patient.limit is None else f"{human_bytes(patient.limit)} and "
+    _say(
+        "\nFit and prediction, forecast from measurements on a few inputs "
+        f"({within}{human_seconds(time_budget)} may be used):\n"
+        "  n_eigenvalues      memory         fit   1,000 predictions"
+    )
+    for f in found:
+        name = f'"{f.n_eigenvalues}"' if f.n_eigenvalues == "exact" else f.n_eigenvalues
+        times = "does not fit"
+        if f.fits:
+            many = human_seconds(1000 * f.predict_seconds)
+            times = f"{human_seconds(f.fit_seconds):>10} {many:>19}"
+        _say(f"  {name!s:<13} {human_bytes(f.memory):>11}  {times}")
+    chosen = choose(found, time_budget)
+    if chosen is None:
+        return [
+            "No posterior of this model fits into memory: freeze parameters, raise "
+            "memory_budget, or use the last layer (subset_of_weights='last_layer')."
+        ]
+    _say(_advice(patient, chosen, time_budget))
+    return []
+
+
+def _advice(patient: _Patient, chosen: Forecast, time_budget: float) -> str:
+    """What to choose, why, and the lines to write."""
+    likelihood = patient.settings.likelihood
+    rank = chosen.n_eigenvalues
+    options = {"n_eigenvalues": rank}
+    if rank == "exact":
+        why = "all gradients fit, so nothing needs to be approximated"
+    else:
+        options |= patient.complement
+        why = "the most directions that fit into memory and time"
+    if chosen.longest > time_budget:
+        why = (
+            "the fastest of them, though it takes more than "
+            f"{human_seconds(time_budget)}; fewer data, or less of the network "
+            "(parameter_names), take less"
+        )
+    layout = patient.settings.output_layout
+    if layout is not OutputLayout.FLAT:
+        options["output_layout"] = layout.value
+    text = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    tuning = (
+        'la.optimize_prior_precision(method="marglik")'
+        if patient.settings.is_regression
+        else "la.optimize_calibration(val_loader)"
+    )
+    return (
+        f"\nChoose n_eigenvalues={rank!r}: {why}.\n"
+        f'  la = Laplace(model, "{likelihood}", "all", "nystrom", {text})\n'
+        f"  la.fit(train_loader)  # about {human_seconds(chosen.fit_seconds)}\n"
+        f"  {tuning}"
+    )

@@ -204,7 +204,8 @@ class Evaluation:
             noisy = with_noise(test.values.variance, fitted.noise)
             observed = test.values.mean, noisy, test.targets
             values = metrics.regression_metrics(*observed)
-            return values, {}, regression_replicates(*observed)
+            curves = {"coverage": _coverage_curve(*observed)}
+            return values, curves, regression_replicates(*observed)
         assert test.probs is not None
         bins = self.settings.n_bins
         predicted = test.probs, test.targets, bins
@@ -249,6 +250,15 @@ def _covariance(values: Gaussian | None) -> torch.Tensor | None:
     if values is None or values.covariance is not None:
         return None if values is None else values.covariance
     return values.variance.unsqueeze(-1) if values.variance.shape[-1] == 1 else None
+
+
+def _coverage_curve(
+    mean: torch.Tensor, variance: torch.Tensor, targets: torch.Tensor
+) -> dict[str, list[float]]:
+    """How much of the data central intervals hold, at every nominal level."""
+    levels = list(metrics.CALIBRATION_LEVELS)
+    observed = metrics.interval_coverage(mean, variance.sqrt(), targets, levels)
+    return {"nominal": levels, "observed": list(observed)}
 
 
 def _confidence_curves(

@@ -314,7 +314,13 @@ def _with_calibrated(methods: Iterable[Method]) -> list[Method]:
 
 
 def available_methods() -> dict[str, Method]:
-    """Every method that `compare` knows by name."""
+    """Every method that `compare` knows by name.
+
+    Examples
+    --------
+    >>> {"ella-calibrated", "kron", "last-layer-full"} <= set(available_methods())
+    True
+    """
     return {m.name: m for m in (*_with_calibrated(_BY_DEFAULT), *_ON_REQUEST)}
 
 
@@ -325,6 +331,11 @@ def default_methods(likelihood: str) -> list[Method]:
     diagonal and the last layer as laplace-torch tunes them, its own ELLA, and of all
     but the latter the calibrated row. Temperature scaling has no meaning for regression
     and is left out there.
+
+    Examples
+    --------
+    >>> "temperature" in [method.name for method in default_methods("regression")]
+    False
     """
     rows = _with_calibrated(_BY_DEFAULT)
     if str(plain_value(likelihood)) == "regression":

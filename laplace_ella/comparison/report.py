@@ -16,13 +16,13 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from laplace_ella.comparison import tables
+from laplace_ella.comparison.provenance import Provenance
 from laplace_ella.comparison.resampling import Difference
 from laplace_ella.comparison.results import (
     OK,
@@ -33,8 +33,9 @@ from laplace_ella.comparison.results import (
     column_names,
     differences,
 )
+from laplace_ella.support.files import replace_file
 
-__all__ = ["OK", "Difference", "Report", "Result", "Row"]
+__all__ = ["OK", "Difference", "Provenance", "Report", "Result", "Row"]
 
 #: Layout version of the cache file.
 FORMAT = 1
@@ -52,11 +53,26 @@ class Report:
     likelihood : str
     interrupted : bool
         whether the run was stopped before all methods were done
+    provenance : Provenance or None
+        model, data, settings and versions; None where it is not known
+
+    Examples
+    --------
+    >>> report = Report([
+    ...     Result("map", metrics={"nll": 0.30}, costs={"fit_s": 0.0}),
+    ...     Result("ella", "mc", metrics={"nll": 0.25}, costs={"fit_s": 1.5}),
+    ... ])
+    >>> print(report.to_markdown(["nll"]))
+    | method | link | NLL |
+    | --- | --- | ---: |
+    | map |  | 0.3000 |
+    | ella | mc | **0.2500** |
     """
 
     results: Sequence[Result]
     likelihood: str = ""
     interrupted: bool = False
+    provenance: Provenance | None = None
 
     def __len__(self) -> int:
         return len(self.results)
@@ -139,7 +155,7 @@ class Report:
 
     def __str__(self) -> str:
         return tables.as_text(
-            self.rows(), self.columns, self.metric_columns, self._remarks()
+            self.rows(), self.columns, self.metric_columns, self.remarks()
         )
 
     def to_markdown(self, columns: Sequence[str] | None = None) -> str:
@@ -150,7 +166,7 @@ class Report:
         """
         if columns is None:
             return tables.as_markdown(
-                self.rows(), self.columns, self.metric_columns, self._remarks()
+                self.rows(), self.columns, self.metric_columns, self.remarks()
             )
         metrics = self.metric_columns
         known = [*self.columns, *(f"{name}{tables.TO_BEST}" for name in metrics)]
@@ -168,7 +184,44 @@ class Report:
         the best NLL, and settings."""
         return tables.as_csv(self.rows(), self.columns)
 
-    def _remarks(self) -> list[str]:
+    def to_html(
+        self, path: str | os.PathLike[str], title: str = "Comparison of methods"
+    ) -> Path:
+        """Write the report as one page for a browser, to send around or to print.
+
+        The file is complete in itself: tables that can be sorted, figures, what was
+        tuned to which value, distances from the best row, what did not run and why,
+        and where the numbers come from. It loads nothing from anywhere. The figures
+        need matplotlib (`pip install "laplace-ella[plots]"`); without it the page has
+        the tables, and says so.
+
+        Parameters
+        ----------
+        path : path
+            the file; its folder is made, and the file replaced only when it is complete
+        title : str
+            above the page
+
+        Returns
+        -------
+        pathlib.Path
+            where it was written
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> report = Report([Result("map", metrics={"nll": 0.3})], "classification")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report.to_html(Path(folder) / "report.html").name
+        'report.html'
+        """
+        from laplace_ella.comparison.html import render
+
+        path = Path(path)
+        _write(path, render(self, title))
+        return path
+
+    def remarks(self) -> list[str]:
         """What the reader of a row should know besides its numbers."""
         rows = self.rows()
         notes: dict[str, set[str]] = {}
@@ -237,10 +290,12 @@ class Report:
         """
         if flat:
             return _flat(self.rows())
+        known = self.provenance
         return {
             "format": FORMAT,
             "likelihood": self.likelihood,
             "interrupted": self.interrupted,
+            **({} if known is None else {"provenance": known.to_dict()}),
             "results": [_finite_or_none(asdict(r)) for r in self.results],
         }
 
@@ -272,20 +327,12 @@ class Report:
             [_result(entry) for entry in entries],
             str(data.get("likelihood", "")),
             bool(data.get("interrupted", False)),
+            Provenance.from_dict(data.get("provenance")),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON, replacing the file only when it is complete."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(_as_json(self.to_dict()))
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        _write(Path(path), _as_json(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -305,18 +352,31 @@ class Report:
             ) from error
 
     def merge(self, other: Report) -> Report:
-        """Both reports' results; where both have one, `other`'s."""
+        """Both reports' results; where both have one, `other`'s.
+
+        They come from one place only if the reports do: otherwise it is not known.
+        """
         merged = {_identity(r): r for r in self.results}
         merged.update({_identity(r): r for r in other.results})
         return Report(
             list(merged.values()),
             other.likelihood or self.likelihood,
             other.interrupted,
+            other.provenance
+            if not self.results or self.provenance == other.provenance
+            else None,
         )
 
 
 def _label(row: Row, with_link: bool) -> str:
     return f"{row.method} ({row.link})" if with_link and row.link else row.method
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file only when the new one is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = text.encode()
+    replace_file(path, lambda file: file.write(content))
 
 
 def _as_json(data: Mapping[str, Any]) -> str:

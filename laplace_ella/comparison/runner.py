@@ -31,7 +31,7 @@ from laplace_ella.support.layout import OutputLayout
 from laplace_ella.support.resources import Stopwatch
 from laplace_ella.tuning.calibration import temperature_scaling
 
-__all__ = ["fit_method"]
+__all__ = ["fit_method", "tuning_of"]
 
 # --- one method ----------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ def fit_method(
     NotRun
         if the method does not apply or its tuning lacks the data
     """
-    tune = _tuning(method, settings, val_loader)
+    tune = tuning_of(method, settings, val_loader)
     device = next(model.parameters()).device
     gc.collect()  # the posterior of the method before, which may sit in a cycle
     own = copy.deepcopy(model).eval()
@@ -90,7 +90,7 @@ def fit_method(
     return ready
 
 
-def _tuning(method: Method, settings: Settings, val_loader: Any) -> Tuning:
+def tuning_of(method: Method, settings: Settings, val_loader: Any) -> Tuning:
     """The tuning that will be used; NotRun if it cannot."""
     if method.kind is Kind.TEMPERATURE:
         if settings.is_regression:

@@ -12,14 +12,21 @@ from laplace_ella.comparison.resampling import Difference
 from laplace_ella.comparison.results import Row, best_row, differences
 
 __all__ = [
+    "SYMBOLS",
+    "SYMBOL_LEGEND",
     "TO_BEST",
     "as_csv",
     "as_markdown",
     "as_text",
+    "best_columns",
+    "error_legend",
     "format_difference",
+    "format_mean",
+    "format_setting",
     "format_settings",
     "format_value",
     "heading",
+    "mark_legend",
 ]
 
 #: A column of this ending is the distance of a metric from the best row's.
@@ -81,15 +88,15 @@ def format_difference(column: str, found: Difference | None) -> str:
 
 
 #: Settings that are chosen, by the symbol and the digits with which they are shown.
-_SYMBOLS = {
-    "prior_precision": "δ = {:.3g}",
-    "temperature": "T = {:.3g}",
-    "softmax_temperature": "τ = {:.3g}",
-    "sigma_noise": "σ = {:.3g}",
-    "n_data": "N = {:,}",
+SYMBOLS = {
+    "prior_precision": ("δ", "{:.3g}"),
+    "temperature": ("T", "{:.3g}"),
+    "softmax_temperature": ("τ", "{:.3g}"),
+    "sigma_noise": ("σ", "{:.3g}"),
+    "n_data": ("N", "{:,}"),
 }
 
-_SYMBOL_LEGEND = (
+SYMBOL_LEGEND = (
     "δ prior precision, T temperature of the likelihood, τ of the softmax, σ noise, "
     "N training data; a star where a search ended at the border of its range"
 )
@@ -101,8 +108,13 @@ def format_settings(settings: Mapping[str, Any]) -> tuple[str, str]:
     if not names:
         return "–", "–"
     by = "evidence" if settings.get("tuning") == "marglik" else "validation NLL"
-    values = [_SYMBOLS[name].format(settings[name]) for name in names]
+    values = [f"{SYMBOLS[n][0]} = {format_setting(n, settings[n])}" for n in names]
     return by, ", ".join(values) + ("*" if settings.get("at_border") else "")
+
+
+def format_setting(name: str, value: float) -> str:
+    """The value of a setting, with the digits in which it is shown."""
+    return SYMBOLS[name][1].format(value)
 
 
 def _shortened(text: str, length: int = 80) -> str:
@@ -120,6 +132,39 @@ def _short_count(value: float) -> str:
 # --- cells ---------------------------------------------------------------------------
 
 
+def best_columns(rows: Sequence[Row], metrics: Sequence[str]) -> list[set[str]]:
+    """For each row the metrics in which it is best, or cannot be told from the best.
+
+    Compared as printed: equal digits are equally good, and where all are equal there is
+    nothing to be best of.
+    """
+    marked: list[set[str]] = [set() for _ in rows]
+    for column in metrics:
+        texts = [format_value(column, row.mean.get(column)) for row in rows]
+        winner = best_row(rows, column)
+        printed = {
+            text
+            for row, text in zip(rows, texts, strict=True)
+            if row.ok and column in row.mean
+        }
+        if winner is None or len(printed) < 2:
+            continue
+        best = format_value(column, winner.mean[column])
+        found = differences(rows, column)
+        for names, text, difference in zip(marked, texts, found, strict=True):
+            if difference is not None and (text == best or not difference.is_clear):
+                names.add(column)
+    return marked
+
+
+def format_mean(row: Row, column: str, metrics: Sequence[str]) -> str:
+    """A row's value, with the standard error over seeds of a metric."""
+    text = format_value(column, row.mean.get(column))
+    if column in row.error and column in metrics:
+        text = f"{text} ± {format_value(column, row.error[column])}"
+    return text
+
+
 def _cells(
     rows: Sequence[Row],
     columns: Sequence[str],
@@ -133,16 +178,8 @@ def _cells(
     column.
     """
     with_links = any(row.link for row in rows)
-    best: dict[str, str] = {}
     to_best = {name: differences(rows, name) for name in metrics}
-    for column in metrics:
-        printed = {
-            format_value(column, r.mean[column]) for r in rows if column in r.mean
-        }
-        winner = best_row(rows, column)
-        # Where all are equal there is nothing to be best of.
-        if winner is not None and len(printed) > 1:
-            best[column] = format_value(column, winner.mean[column])
+    best = best_columns(rows, metrics)
     body: list[list[str]] = []
     for index, row in enumerate(rows):
         cells = [row.method, row.link] if with_links else [row.method]
@@ -154,19 +191,14 @@ def _cells(
                 metric = column.removesuffix(TO_BEST)
                 cells.append(format_difference(metric, to_best[metric][index]))
                 continue
-            text = format_value(column, row.mean.get(column))
-            found = to_best[column][index] if column in best else None
-            # Compared as printed: equal digits are equally good.
-            is_best = found is not None and (text == best[column] or not found.is_clear)
-            if column in row.error and column in metrics:
-                text = f"{text} ± {format_value(column, row.error[column])}"
-            cells.append(mark(text) if is_best else text)
+            text = format_mean(row, column, metrics)
+            cells.append(mark(text) if column in best[index] else text)
         body.append(cells)
     names = ["method", "link"] if with_links else ["method"]
     return [*names, *map(heading, columns)], body
 
 
-def _mark_legend(rows: Sequence[Row]) -> str:
+def mark_legend(rows: Sequence[Row]) -> str:
     if not any(row.replicates for row in rows):
         return "best of its column"
     return (
@@ -175,7 +207,7 @@ def _mark_legend(rows: Sequence[Row]) -> str:
     )
 
 
-def _error_legend(rows: Sequence[Row]) -> str:
+def error_legend(rows: Sequence[Row]) -> str:
     n = max((row.n_seeds for row in rows), default=1)
     return f"; mean ± standard error over {n} seeds" if n > 1 else ""
 
@@ -214,11 +246,11 @@ def as_text(
     if not body:
         return "No results."
     n_names = header.index("link") + 1 if "link" in header else 1
-    legend = f"* {_mark_legend(rows)}{_error_legend(rows)}"
+    legend = f"* {mark_legend(rows)}{error_legend(rows)}"
     lines = [*_aligned(header, body, n_names), legend]
     header, body = _choices(rows)
     if body:
-        lines += ["", *_aligned(header, body, len(header)), _SYMBOL_LEGEND]
+        lines += ["", *_aligned(header, body, len(header)), SYMBOL_LEGEND]
     return "\n".join([*lines, *remarks])
 
 
@@ -268,10 +300,10 @@ def as_markdown(
     table = _markdown_table(header, body)
     if remarks is None:
         return table
-    parts = [table, f"Bold: {_mark_legend(rows)}{_error_legend(rows)}."]
+    parts = [table, f"Bold: {mark_legend(rows)}{error_legend(rows)}."]
     header, body = _choices(rows)
     if body:
-        parts += [_markdown_table(header, body), f"{_SYMBOL_LEGEND}."]
+        parts += [_markdown_table(header, body), f"{SYMBOL_LEGEND}."]
     if remarks:
         parts.append("\n".join(f"- {line}" for line in remarks))
     return "\n\n".join(parts)
@@ -301,7 +333,7 @@ def as_csv(rows: Sequence[Row], columns: Sequence[str]) -> str:
         if any(column in row.error for row in rows):
             names.append(f"{column}_se")
     distance = f"nll{TO_BEST}"
-    more = ["tuning", *_SYMBOLS, "at_border"] if any(r.settings for r in rows) else []
+    more = ["tuning", *SYMBOLS, "at_border"] if any(r.settings for r in rows) else []
     if any(row.replicates for row in rows):
         more = [distance, f"{distance}_ci95", *more]
     out = io.StringIO()

@@ -35,7 +35,18 @@ __all__ = [
 
 
 class FeatureMode(str, Enum):
-    """Ways to compute the features of B examples; costs in forward passes."""
+    """Ways to compute the features of B examples; costs in forward passes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import laplace_ella
+    >>> la = laplace_ella.ELLALaplace(
+    ...     torch.nn.Linear(2, 3), "classification", feature_mode="reverse"
+    ... )
+    >>> la.options.feature_mode is FeatureMode.REVERSE
+    True
+    """
 
     AUTO = "auto"
     """Decide once, at fit: by cost, and by a measurement where the costs are close."""

@@ -308,7 +308,7 @@ def _layer_gradients(
     """Gradients `(m, p)` of every uncertain parameter of a layer, or an error."""
     try:
         gradients = library.batch_gradients(call, grad)
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a library raises
         said = f"{type(error).__name__}: {error}".rstrip(". \n")

@@ -52,7 +52,11 @@ from laplace_ella.errors import InsufficientMemoryError
 from laplace_ella.support.batches import Batch, chunks, has_values
 from laplace_ella.support.layout import OutputLayout, Positions, check_outputs
 from laplace_ella.support.metric import Metric, split_gradients
-from laplace_ella.support.preserve import differentiable_kernels, full_precision
+from laplace_ella.support.preserve import (
+    autocast_enabled,
+    differentiable_kernels,
+    full_precision,
+)
 from laplace_ella.support.resources import budget_of, human_bytes, parse_bytes
 from laplace_ella.support.span import Span
 
@@ -76,6 +80,9 @@ FEW_DIRECTIONS = 4
 FEW_OUTPUTS = 64
 
 
+#: Outputs and features of one pass.
+Way = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
 #: Everything chosen automatically.
 DEFAULT = ComputeOptions()
 
@@ -94,6 +101,21 @@ class Modes:
         of gradients of single combinations of outputs
     jacobians : RowMode, optional
         of gradients of all outputs
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Linear(2, 3)
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
+    >>> la.fit(DataLoader(data, batch_size=25))
+    >>> la.modes.features.value in {"forward", "reverse"}
+    True
+    >>> Modes.from_dict(la.modes.to_dict()) == la.modes
+    True
     """
 
     features: FeatureMode | None = None
@@ -155,7 +177,7 @@ class Linearizer:
         self._row_modes: dict[bool, RowMode] = {}
         self._jacobian_modes: dict[bool, RowMode] = {}
         self._probes: dict[tuple[Any, ...], Probe] = {}
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: dict[Way, Way] = {}
         self._in_dtypes: dict[torch.dtype, Linearizer] = {}
 
     def with_options(self, options: ComputeOptions) -> Linearizer:
@@ -174,7 +196,7 @@ class Linearizer:
         return self._in_dtypes[dtype]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": None}  # compiled code is not picklable
+        return {**self.__dict__, "_compiled": {}}  # compiled code is not picklable
 
     @property
     def n_params(self) -> int:
@@ -195,7 +217,7 @@ class Linearizer:
     def _autocast(self) -> bool:
         """Under autocast other ways may work: `vmap`, for example, has no batch
         normalisation of mixed precision."""
-        return torch.is_autocast_enabled(self.device.type)
+        return autocast_enabled(self.device)
 
     def modes(self, rank: int) -> Modes:
         """Decisions so far for `rank` directions, under the current autocast state."""
@@ -220,6 +242,39 @@ class Linearizer:
             self._row_modes[autocast] = modes.rows
         if modes.jacobians is not None:
             self._jacobian_modes[autocast] = modes.jacobians
+
+    def decisions(self) -> dict[str, Any]:
+        """All that was decided, in every precision, in plain types: work that goes on
+        elsewhere rounds as it did here."""
+        asked = self.options.feature_mode, self.options.row_mode
+        return {
+            "asked": [mode.value for mode in asked],
+            "features": [
+                [*key, mode.value, together]
+                for key, (mode, together) in self._feature_modes.items()
+            ],
+            "rows": [[key, mode.value] for key, mode in self._row_modes.items()],
+            "jacobians": [
+                [key, mode.value] for key, mode in self._jacobian_modes.items()
+            ],
+            "in_dtypes": {
+                str(dtype).removeprefix("torch."): other.decisions()
+                for dtype, other in self._in_dtypes.items()
+            },
+        }
+
+    def adopt_decisions(self, decisions: Mapping[str, Any]) -> None:
+        """Take over what `decisions` returned, unless something else is asked for."""
+        asked = self.options.feature_mode, self.options.row_mode
+        if decisions["asked"] == [mode.value for mode in asked]:
+            for *key, mode, together in decisions["features"]:
+                self._feature_modes[tuple(key)] = FeatureMode(mode), together
+            self._row_modes |= {key: RowMode(mode) for key, mode in decisions["rows"]}
+            self._jacobian_modes |= {
+                key: RowMode(mode) for key, mode in decisions["jacobians"]
+            }
+        for dtype, others in decisions["in_dtypes"].items():
+            self.in_dtype(getattr(torch, dtype)).adopt_decisions(others)
 
     # Outputs
 
@@ -279,7 +334,7 @@ class Linearizer:
                 f = self.fn(self.fn.parameters(), batch.inputs)
             check_outputs(f, self.layout, 0)
             return Probe(tuple(f.shape[1:]), Activations(0, 0))
-        except torch.OutOfMemoryError:
+        except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # many layers refuse an empty batch
             if self._probes:
@@ -620,7 +675,7 @@ class Linearizer:
         """
 
         def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            way = self._push_forward() if together else by_forward_loop
+            way = self._maybe_compiled(by_forward) if together else by_forward_loop
             with torch.set_grad_enabled(create_graph):
                 return way(self.fn, batch.inputs, V)
 
@@ -631,8 +686,11 @@ class Linearizer:
                 for numbers in order.split(self._outputs_at_once(batch, selection))
             ]
             if together:
+                # Deep networks take minutes to compile in reverse mode: not unasked.
+                asked = self.options.feature_mode is FeatureMode.REVERSE
+                way = self._maybe_compiled(by_reverse) if asked else by_reverse
                 with torch.set_grad_enabled(create_graph):
-                    parts = [by_reverse(self.fn, batch, V, block) for block in blocks]
+                    parts = [way(self.fn, batch, V, block) for block in blocks]
             else:
                 parts = [
                     by_reverse_loop(self.fn, batch, V, block, create_graph)
@@ -650,15 +708,15 @@ class Linearizer:
         }
         return ways[mode]
 
-    def _push_forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Forward mode, compiled at first use if that was asked for."""
+    def _maybe_compiled(self, way: Way) -> Way:
+        """One way to compute features, compiled at first use if that was asked for."""
         asked = self.options.compile
         if not asked:
-            return by_forward
-        if self._compiled is None:
+            return way
+        if way not in self._compiled:
             settings = asked if isinstance(asked, dict) else {}
-            self._compiled = torch.compile(by_forward, **settings)
-        return self._compiled
+            self._compiled[way] = torch.compile(way, **settings)
+        return self._compiled[way]
 
     def _feature_mode(
         self, batch: Batch, directions: torch.Tensor, selection: Selection

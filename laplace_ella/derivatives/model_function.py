@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from laplace_ella.support.batches import map_tensors
 
-__all__ = ["ModelFunction", "matching_names", "unwrap"]
+__all__ = ["ModelFunction", "matching_names", "refuse_sharded", "unwrap"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -29,6 +29,25 @@ def unwrap(model: nn.Module) -> nn.Module:
         if not isinstance(compiled, nn.Module):
             return model
         model = compiled
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse models whose parameters are divided among processes: their gradients and
+    directions would be, too."""
+    # A DTensor, as `fully_shard` and tensor parallelism make them, has placements.
+    parameters = unwrap(model).named_parameters()
+    parts = [name for name, p in parameters if hasattr(p, "placements")]
+    modules = unwrap(model).named_modules()
+    parts += [n for n, m in modules if type(m).__name__ == "FullyShardedDataParallel"]
+    if parts:
+        raise TypeError(
+            f"{parts[0] or 'The model'} is divided among processes (by fully_shard, "
+            "FullyShardedDataParallel or tensor parallelism); every process needs all "
+            "parameters. Collect them with torch.distributed.checkpoint.state_dict."
+            "get_model_state_dict(model, options=StateDictOptions("
+            "full_state_dict=True)), load them into a plain copy of the model in every "
+            "process, and pass that; the data may be divided."
+        )
 
 
 def matching_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:

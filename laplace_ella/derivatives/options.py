@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from laplace_ella.derivatives.features import FeatureMode
 from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.support.checks import member, positive_int
+from laplace_ella.support.disk import check_folder
 from laplace_ella.support.resources import parse_bytes
 
 __all__ = ["ComputeOptions"]
@@ -30,13 +32,23 @@ class ComputeOptions:
     chunk_size : int, optional
         examples that are differentiated at once; chosen by the network if None
     compile : bool or dict
-        compile the forward-mode pass; a dict holds arguments of `torch.compile`
+        compile the forward-mode pass, or with `feature_mode="reverse"` that of reverse
+        mode; a dict holds arguments of `torch.compile`
     memory_budget : int, float or str, optional
         bytes, or a text like "8 GB", that may be used; a share of what is free if None
     basis_dtype : torch.dtype, optional
         precision of the directions; that of the gradients if None
     basis_device : torch.device, optional
-        where the directions are kept; the model's device if None
+        where the directions are kept; the model's device if None, the CPU if there is
+        a `scratch_dir`
+    scratch_dir : str or PathLike, optional
+        folder for a file with gradients that do not fit in memory
+
+    Examples
+    --------
+    >>> options = ComputeOptions(feature_mode="reverse", memory_budget="8 GB")
+    >>> options.feature_mode
+    <FeatureMode.REVERSE: 'reverse'>
     """
 
     feature_mode: FeatureMode = FeatureMode.AUTO
@@ -46,6 +58,7 @@ class ComputeOptions:
     memory_budget: int | float | str | None = None
     basis_dtype: torch.dtype | None = None
     basis_device: torch.device | None = None
+    scratch_dir: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         def settle(name: str, value: Any) -> None:
@@ -70,5 +83,14 @@ class ComputeOptions:
                 "basis_dtype must be a floating-point dtype such as torch.bfloat16, "
                 f"got {dtype!r}."
             )
+        if self.scratch_dir is not None:
+            settle("scratch_dir", check_folder(self.scratch_dir))
+            if self.basis_device is None:
+                settle("basis_device", "cpu")
         if self.basis_device is not None:
             settle("basis_device", torch.device(self.basis_device))
+            if self.scratch_dir is not None and self.basis_device.type != "cpu":
+                raise ValueError(
+                    "scratch_dir keeps directions where the CPU reads them, got "
+                    f"basis_device={str(self.basis_device)!r}. Leave one of them out."
+                )

@@ -30,7 +30,18 @@ __all__ = [
 
 
 class RowMode(str, Enum):
-    """How the gradients of B examples are taken; every way gives the same rows."""
+    """How the gradients of B examples are taken; every way gives the same rows.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import laplace_ella
+    >>> la = laplace_ella.ELLALaplace(
+    ...     torch.nn.Linear(2, 3), "classification", row_mode="loop"
+    ... )
+    >>> la.options.row_mode is RowMode.LOOP
+    True
+    """
 
     AUTO = "auto"
     """Try `vmap` and `loop` on one batch and keep the fastest that works."""

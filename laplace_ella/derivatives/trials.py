@@ -75,7 +75,7 @@ def attempt(way: Callable[[int], object], n: int, measure: bool) -> Trial:
             again = timed(size)
             seconds, spent = min(seconds, again), spent + again
             repetitions += 1
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # whatever an unsupported operator raises
         return Trial(float("inf"), error)

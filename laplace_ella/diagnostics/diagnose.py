@@ -190,6 +190,21 @@ class Diagnostics:
         None for a prior that is not scalar, for which the paper has no bound
     method : DiagnosticMethod
         dense or stochastic
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Linear(2, 3)
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> loader = DataLoader(data, batch_size=25)
+    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=9)
+    >>> la.fit(loader)
+    >>> diagnostics = laplace_ella.diagnose(la, loader)
+    >>> diagnostics.rank, diagnostics.n_samples
+    (9, 150)
     """
 
     n_data: int

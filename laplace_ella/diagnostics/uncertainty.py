@@ -65,6 +65,21 @@ class Uncertainty:
         function `(B, C)`
     measure : UncertaintyMeasure
         entropy or variance
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randn(50, 1))
+    >>> la = Laplace(torch.nn.Linear(2, 1), "regression", "all", "nystrom")
+    >>> la.fit(DataLoader(data, batch_size=25))
+    >>> parts = laplace_ella.decompose(la, torch.randn(4, 2))
+    >>> torch.equal(parts.total, parts.aleatoric + parts.epistemic)
+    True
+    >>> parts.measure.value
+    'variance'
     """
 
     mean: torch.Tensor

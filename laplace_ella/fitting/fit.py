@@ -10,7 +10,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,15 +21,26 @@ from laplace_ella.derivatives.backends import Curvature
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.probe import Probe
 from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
-from laplace_ella.fitting import sampling
+from laplace_ella.fitting.data import TrainingData
+from laplace_ella.fitting.gathering import Gathered
+from laplace_ella.fitting.joint import (
+    common_budget,
+    common_probe,
+    joint_sums,
+    own_generator,
+)
 from laplace_ella.fitting.memory import (
     MemoryEstimate,
     check_memory,
     estimate_memory,
     exact_memory,
+    on_disk,
     sketch_sizes,
     too_large_for_exact,
 )
+from laplace_ella.fitting.progress import Added, Evaluations, Progress, Sampled
+from laplace_ella.fitting.sampling import Pairs
+from laplace_ella.fitting.shared import SharedData
 from laplace_ella.fitting.stopping import EarlyStopping
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.basis import NystromBasis, RowSketch
@@ -36,13 +48,17 @@ from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.outside import Complement
+from laplace_ella.posterior.shared_basis import SharedRowSketch
 from laplace_ella.posterior.subspace import UNKNOWN_SPAN, SubspacePosterior
 from laplace_ella.support.batches import batch_size, has_values, take
 from laplace_ella.support.checks import check_finite, positive_int
+from laplace_ella.support.collective import ALONE, Collective
+from laplace_ella.support.fingerprint import digest
 from laplace_ella.support.layout import Positions
-from laplace_ella.support.loaders import loader_batches
+from laplace_ella.support.loaders import Rest, loader_batches
+from laplace_ella.support.preserve import autocast_enabled
 from laplace_ella.support.resources import budget_of
-from laplace_ella.support.span import Sketch, Span
+from laplace_ella.support.span import Sketch
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.validation import Validator
 
@@ -64,7 +80,13 @@ FIRST_LOOK, FEW_OUTPUTS = 32, 8
 #: Gradients of pairs that were not sampled, to see how much is outside the span.
 FEW_OTHERS = 256
 
+#: More pairs than any fit takes.
+MOST_PAIRS = 10**9
+
 SAMPLING = "while sampling the basis"
+
+#: Of fits that keep none.
+NO_RECORD = Progress()
 
 NO_BATCH = "The loader yielded no batch; ELLA needs at least one example."
 
@@ -127,6 +149,10 @@ class Fitter:
         a generator on the model's device, always in the same state
     complement : Complement or float, optional
         what was asked for; None leaves it to the fit
+    collective : Collective
+        the processes that fit together
+    agreed_budget : int, optional
+        bytes that each of them may use
     """
 
     linearizer: Linearizer
@@ -137,6 +163,16 @@ class Fitter:
     dict_key_y: str
     fresh_generator: Callable[[], torch.Generator | None]
     complement: Complement | float | None = None
+    collective: Collective = ALONE
+    agreed_budget: int | None = None
+
+    def agreed(self) -> Fitter:
+        """The same with a memory budget that is that of all processes."""
+        if self.collective.alone:
+            return self
+        asked = self.linearizer.options.memory_budget
+        budget = common_budget(self.collective, self.home, asked)
+        return dataclasses.replace(self, agreed_budget=budget)
 
     @property
     def home(self) -> torch.device:
@@ -146,26 +182,25 @@ class Fitter:
     def batches(
         self, loader: Any, description: str = "", progress_bar: bool = False
     ) -> Iterator[tuple[Any, torch.Tensor]]:
+        shown = progress_bar and self.collective.rank == 0
         return loader_batches(
-            loader, self.linearizer.device, self.dict_key_y, description, progress_bar
+            loader, self.linearizer.device, self.dict_key_y, description, shown
         )
 
     # A first look
 
-    def probe(self, loader: Any, indices: np.ndarray) -> Probe:
+    def probe(self, data: TrainingData) -> Probe:
         """Shape and memory of the outputs, from one forward pass of one example."""
-        one = sampling.subset(loader, indices[:1], 1)
-        for x, _ in self.batches(one):
+        for x, _ in self.batches(data.few(1, 1)):
             return self.linearizer.probe(x)
         raise ValueError(NO_BATCH)
 
-    def first_look(self, loader: Any, indices: np.ndarray) -> Probe:
+    def first_look(self, data: TrainingData, size: int | None = None) -> Probe:
         """The same, with model and targets checked on the first few examples: what is
         wrong is told before anything expensive."""
-        size = min(getattr(loader, "batch_size", None) or FIRST_LOOK, FIRST_LOOK)
-        few = sampling.subset(loader, indices[: max(size, FEW_OUTPUTS)], size)
+        size = min(size or FIRST_LOOK, FIRST_LOOK)
         first, outputs = None, []
-        for x, y in self.batches(few):
+        for x, y in self.batches(data.few(max(size, FEW_OUTPUTS), size)):
             probe = self.linearizer.probe(x)
             positions = self.linearizer.layout.of(probe.output_shape)
             self.observation.check_noise(positions)
@@ -181,66 +216,63 @@ class Fitter:
     # The basis
 
     def sample_basis(
-        self, loader: Any, balanced: bool = False, progress_bar: bool = False
+        self,
+        data: TrainingData,
+        balanced: bool = False,
+        progress_bar: bool = False,
+        progress: Progress = NO_RECORD,
     ) -> Fit:
         """A fit without data: draw M pairs (x, i), or take all, and compute the
-        directions of their gradients."""
-        indices = sampling.eligible_indices(loader)
-        probe = self.first_look(loader, indices)
+        directions of their gradients; from where `progress` got to."""
+        probe = self.first_look(data, getattr(data.whole(), "batch_size", None))
+        probe = common_probe(self.collective, probe)
         n_outputs = math.prod(probe.output_shape)
-        n_pairs = len(indices) * n_outputs
-        exact = self.takes_all(probe, n_pairs)
-        fitter = self._in_double(loader, indices, n_pairs) if exact else self
-        labels = None
-        if balanced and not exact:
-            labels = sampling.read_labels(loader.dataset, indices, self.dict_key_y)
         rng = np.random.default_rng(self.plan.seed)
-        n_samples = n_pairs if exact else self.plan.subsample_size
-        pairs = sampling.draw_pairs(len(indices), n_outputs, n_samples, rng, labels)
-        fn = fitter.linearizer.fn
-        if exact:
-            capacity, keep = n_pairs + 1, n_pairs
-        else:
-            memory = self.estimate(probe, n_pairs)
-            check_memory(memory, self.home)
-            logger.info("basis: %s\n%s", memory.method, memory)
-            capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
-        rows = RowSketch(fn.numels(), capacity, keep, fn.dtype, self.home)
-        n_samples, n_params = len(pairs[0]), sum(fn.numels())
-        asked = self.complement is Complement.MATCHED
-        sketch, groups = None, None
-        if not exact and self._keeps_span and capacity > n_samples:
-            sketch = Sketch.of(n_params, n_samples, self.plan.seed, self.home)
-            groups = RowSketch(
-                (sketch.size,), n_samples + 1, n_samples, fn.dtype, self.home
-            )
-        elif asked and not exact:
-            raise ValueError(UNKNOWN_SPAN)
+        data = data.counted(n_outputs, self._most_pairs(probe), rng)
+        n_pairs = (data.n_examples or 0) * n_outputs
+        done = progress.sampled(n_pairs, self.home, self._folder)
+        if done is None:
+            exact = self.takes_all(probe, n_pairs)
+            fitter = self._in_double(data, n_pairs) if exact else self
+        else:  # what is free now may be other than it was
+            exact = done.exact
+            linearizer = self.linearizer.in_dtype(done.dtype)
+            fitter = dataclasses.replace(self, linearizer=linearizer)
+        pairs = data.draw(
+            n_outputs,
+            n_pairs if exact else self.plan.subsample_size,
+            rng,
+            self.dict_key_y if balanced and not exact else None,
+        )
+        if done is None:
+            n_own = len(data.own(pairs)[0])
+            gathered = fitter._room(probe, n_pairs, len(pairs[0]), exact, n_own)
+            done = Sampled(gathered, 0, exact, fitter.linearizer.dtype, n_pairs)
+        gathered = done.gathered
         gradients = functools.partial(
             fitter._gradients,
-            loader,
-            indices,
+            data,
             self.linearizer.layout.of(probe.output_shape),
-            len(rows.buffer),
+            gathered.rows.capacity,
             progress_bar,
         )
-        finite: list[torch.Tensor] = []
-        for batch in gradients("[Sampling gradients]", pairs):
+        progress.begin_sampling()
+        finite = [torch.isfinite(gathered.rows.energy)] * done.n_batches
+        for batch in gradients("[Sampling gradients]", pairs, done):
             for some in batch:
-                add_rows(rows, some, finite)
-                if sketch is not None and groups is not None:
-                    groups.add(sketch(some))
+                add_rows(gathered, some, finite)
                 del some  # before the next ones are computed
             # The sum of all squares is finite as long as all rows are.
-            finite.append(torch.isfinite(rows.energy))
+            finite.append(torch.isfinite(gathered.rows.energy))
+            if progress.due(gathered):
+                check_finite(finite, "gradients", SAMPLING)
+                sampled = dataclasses.replace(done, n_batches=len(finite))
+                progress.save_sampled(sampled)
         check_finite(finite, "gradients", SAMPLING)
-        basis = self._finish_basis(rows, exact)
-        span = None
-        if sketch is not None and groups is not None:
-            assert basis.tail is not None  # all rows were kept
-            eigenvalues = torch.cat([basis.eigenvalues, basis.tail])
-            span = Span.of(groups.basis(None).directions, sketch, eigenvalues)
-            others = sampling.draw_others(n_outputs, n_pairs, *pairs, FEW_OTHERS, rng)
+        basis = self._finish_basis(gathered.rows, exact)
+        span = gathered.span(basis)
+        if span is not None:
+            others = data.draw_others(n_outputs, pairs, FEW_OTHERS, rng)
             if len(others[0]):
                 norms = [
                     torch.stack(
@@ -249,13 +281,14 @@ class Fitter:
                     for batch in gradients("[Other gradients]", others)
                     for some in batch
                 ]
-                span = span.compared_with(torch.cat(norms))
+                norms = self.collective.concatenated("other gradients", norms)
+                span = span.compared_with(norms)
         if exact:
             logger.info(
                 "exact linearised Laplace: all %d gradients, rank %d, in %s",
                 n_pairs,
                 basis.rank,
-                str(fn.dtype).removeprefix("torch."),
+                str(fitter.linearizer.fn.dtype).removeprefix("torch."),
             )
         n_noises = self.observation.sigma_noise.numel()
         regression = self.observation.family.is_regression
@@ -265,12 +298,56 @@ class Fitter:
             Sums.zero(basis.rank, n_noises, self.linearizer.device),
             probe.output_shape,
             self.linearizer.fn.flat(),
-            fn.dtype,
+            fitter.linearizer.fn.dtype,
             complement if span is None else Complement.MATCHED,
             spans_all=exact,
             curvature_rows=self._has_curvature_rows,
             span=span,
         )
+
+    def _room(
+        self, probe: Probe, n_pairs: int, n_samples: int, exact: bool, n_own: int
+    ) -> Gathered:
+        """Where so many of the gradients of all pairs are gathered, those of this
+        process, or a summary of them, and what their span is known by, where it is
+        kept."""
+        fn = self.linearizer.fn
+        if exact:
+            memory = self.estimate_exact(probe, n_pairs)
+        else:
+            memory = self.estimate(probe, n_pairs)
+            check_memory(memory, self.home)
+        logger.info("basis: %s\n%s", memory.method, memory)
+        capacity, keep = sketch_sizes(memory, self.plan.rank_limit)
+        room = fn.numels(), capacity, keep, fn.dtype, self.home
+        if self.collective.alone:
+            rows = RowSketch(*room, self._folder if memory.disk else None)
+        else:
+            rows = SharedRowSketch(self.collective, n_own, *room)
+        if not exact and self._keeps_span and capacity > n_samples:
+            sketch = Sketch.of(sum(fn.numels()), n_samples, self.plan.seed, self.home)
+            return Gathered.with_span(rows, sketch, n_own)
+        if not exact and self.complement is Complement.MATCHED:
+            raise ValueError(UNKNOWN_SPAN)
+        return Gathered(rows)
+
+    @property
+    def _folder(self) -> Path | None:
+        """Where a file with gradients may be made."""
+        folder = self.linearizer.options.scratch_dir
+        return None if folder is None else Path(folder)
+
+    def _most_pairs(self, probe: Probe) -> int:
+        """Pairs of a stream that are worth keeping until its length is known."""
+        sampled = self.plan.subsample_size + FEW_OTHERS
+        if self.plan.n_eigenvalues == "exact":
+            # One more than fit tells that they do not.
+            return 1 + self._largest(
+                MOST_PAIRS, lambda n: self.estimate_exact(probe, n).fits
+            )
+        if self.plan.n_eigenvalues == "auto":
+            return max(sampled, AUTO_MAX_PAIRS)
+        return sampled
 
     @property
     def _has_curvature_rows(self) -> bool:
@@ -305,7 +382,7 @@ class Fitter:
             return True
         return n_pairs <= AUTO_MAX_PAIRS and memory.fits
 
-    def _in_double(self, loader: Any, indices: np.ndarray, n_pairs: int) -> Fitter:
+    def _in_double(self, data: TrainingData, n_pairs: int) -> Fitter:
         """The same in float64, where the model runs in it and memory allows.
 
         With all gradients in the basis the variance at inputs like the training data
@@ -313,14 +390,14 @@ class Fitter:
         """
         linearizer = self.linearizer
         supported = linearizer.device.type in ("cpu", "cuda", "meta")
-        mixed = torch.is_autocast_enabled(linearizer.device.type)
+        mixed = autocast_enabled(linearizer.device)
         if linearizer.dtype == torch.float64 or mixed or not supported:
             return self
         double = dataclasses.replace(
             self, linearizer=linearizer.in_dtype(torch.float64)
         )
         try:
-            probe = double.probe(loader, indices)
+            probe = double.probe(data)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             logger.info("derivatives stay in single precision: %s", error)
             return self
@@ -328,25 +405,26 @@ class Fitter:
 
     def _gradients(
         self,
-        loader: Any,
-        indices: np.ndarray,
+        data: TrainingData,
         positions: Positions,
         at_most: int,
         progress_bar: bool,
         description: str,
-        pairs: tuple[np.ndarray, np.ndarray],
+        pairs: Pairs,
+        done: Sampled | None = None,
     ) -> Iterator[Iterator[torch.Tensor]]:
-        """The gradients of pairs (positions among `indices`, outputs), batch by batch,
-        a few rows at a time, where the directions stay."""
+        """The gradients of pairs, batch by batch, a few rows at a time, where the
+        directions stay; without those of the batches that are `done`."""
         linearizer, device = self.linearizer, self.linearizer.device
         n_outputs = math.prod(positions.output_shape)
-        examples, outputs = pairs
+        examples, outputs = data.own(pairs)
         used, where = np.unique(examples, return_inverse=True)
-        batches = self.batches(
-            sampling.subset(loader, indices[used]), description, progress_bar
-        )
-        seen = 0
-        for x, _ in batches:
+        seen, loader = 0, data.chosen(used)
+        if done is not None and done.n_batches:
+            loader = Rest(loader, done.n_batches)
+            # Pairs are sorted by example, and every example has one at least.
+            seen = int(where[done.gathered.rows.n_samples - 1]) + 1
+        for x, _ in self.batches(loader, description, progress_bar):
             size = batch_size(x, linearizer.dict_key_x)
             if positions.shape:
                 shape = linearizer.probe(x).output_shape
@@ -401,23 +479,28 @@ class Fitter:
                 self._pass_bytes(probe, rank, n_samples) + span_bytes,
                 self.budget,
                 None if options.basis_dtype is None else options.basis_dtype.itemsize,
+                self.collective.size,
             )
 
-        memory = with_span(self._span_bytes(n_samples))
+        memory = self._or_on_disk(with_span(self._span_bytes(n_samples)))
         # A summary of the gradients does not tell their span: none is kept beside it.
-        return memory if memory.method == "exact" else with_span(0)
+        return memory if memory.method != "streaming" else with_span(0)
 
     def _largest_rank(self, probe: Probe, n_pairs: int) -> int:
         """The largest number of directions whose fit is within the budget."""
 
-        def too_many(rank: int) -> bool:
+        def fits(rank: int) -> bool:
             plan = dataclasses.replace(self.plan, n_eigenvalues=rank)
-            return (
-                not dataclasses.replace(self, plan=plan).estimate(probe, n_pairs).fits
-            )
+            return dataclasses.replace(self, plan=plan).estimate(probe, n_pairs).fits
 
-        at_most = min(self.plan.subsample_size, n_pairs)
-        return bisect.bisect_left(range(1, at_most + 1), True, key=too_many)
+        return self._largest(min(self.plan.subsample_size, n_pairs), fits)
+
+    @staticmethod
+    def _largest(at_most: int, fits: Callable[[int], bool]) -> int:
+        """The largest number of at least 1 that fits, or 0."""
+        return bisect.bisect_left(
+            range(1, at_most + 1), True, key=lambda n: not fits(n)
+        )
 
     def estimate_exact(
         self, probe: Probe, n_pairs: int, itemsize: int | None = None
@@ -425,17 +508,35 @@ class Fitter:
         """What a fit with the gradients of all pairs would need, in the model's
         precision unless told."""
         P = self.linearizer.n_params
-        return exact_memory(
+        itemsize = itemsize or self.linearizer.dtype.itemsize
+        memory = exact_memory(
             P,
             n_pairs,
-            itemsize or self.linearizer.dtype.itemsize,
+            itemsize,
             self._pass_bytes(probe, min(n_pairs, P), n_pairs),
             self.budget,
+            self.collective.size,
         )
+        return self._or_on_disk(memory, itemsize)
+
+    def _or_on_disk(
+        self, memory: MemoryEstimate, itemsize: int | None = None
+    ) -> MemoryEstimate:
+        """The same in a file, where there is a folder for one and memory does not
+        suffice."""
+        if self.linearizer.options.scratch_dir is None or not self.collective.alone:
+            return memory
+        if memory.method == "exact" and memory.fits:
+            return memory
+        itemsize = itemsize or self.linearizer.dtype.itemsize
+        filed = on_disk(memory, self.linearizer.n_params, itemsize)
+        return filed if filed.fits else memory
 
     @property
     def budget(self) -> int:
         """Bytes that a fit may use where its directions are."""
+        if self.agreed_budget is not None:
+            return self.agreed_budget
         return budget_of(self.home, self.linearizer.options.memory_budget)
 
     def _span_bytes(self, n_samples: int) -> int:
@@ -455,30 +556,35 @@ class Fitter:
 
     def add_up(
         self,
-        loader: Any,
+        data: TrainingData,
         start: Fit,
         progress_bar: bool = False,
         validator: Validator | None = None,
         posterior: SubspacePosterior | None = None,
         stopping: EarlyStopping | None = None,
+        progress: Progress = NO_RECORD,
     ) -> Fit:
-        """The fit with the data of the loader added to its sums.
+        """The fit with the data added to its sums, from where `progress` got to.
 
         With a `validator` the loss of `posterior`, with the sums so far as its
         curvature, is recorded as data are added; with `stopping` the sums are those of
         the best value.
         """
         plan = stopping or EarlyStopping()
+        loader, done = progress.take_up(data.whole(), start, self.dict_key_y)
+        running_sums = functools.partial(
+            self._all_sums, data, loader, start, progress_bar, done, progress
+        )
         if validator is None or posterior is None:
-            (sums,) = self._running_sums(loader, start, progress_bar)
+            (sums,) = running_sums()
             return dataclasses.replace(start, sums=sums, history=())
-        history: list[dict[str, float]] = []
-        best: tuple[float, Sums] | None = None
-        sums, waited = start.sums, 0
-        for sums in self._running_sums(loader, start, progress_bar, plan.checkpoints()):
+        sums, before = done.sums, done.evaluations
+        history, best, waited = list(before.history), before.best, before.waited
+        for sums in running_sums(plan.checkpoints()):
             H, _ = self.observation.weigh(sums.H)
             tail = dataclasses.replace(start, sums=sums).tail
             value = validator.score(posterior.with_(H=H, tail=tail))
+            value = self.collective.first("validation loss", value)
             history.append({"n_data": sums.n_data, "loss": value})
             signed = -value if plan.maximize else value
             signed = math.inf if math.isnan(value) else signed
@@ -486,6 +592,7 @@ class Fitter:
                 best, waited = (signed, sums), 0
             else:
                 waited += 1
+            progress.evaluated(Evaluations(tuple(history), best, waited))
             if stopping is not None and waited >= plan.patience:
                 break
         if stopping is not None and best is not None:
@@ -498,22 +605,54 @@ class Fitter:
             sums = best[1]
         return dataclasses.replace(start, sums=sums, history=tuple(history))
 
+    def _all_sums(
+        self,
+        data: TrainingData,
+        loader: Any,
+        start: Fit,
+        progress_bar: bool,
+        done: Added,
+        progress: Progress,
+        checkpoints: Iterator[int] | None = None,
+    ) -> Iterator[Sums]:
+        """The running sums over the data of all processes."""
+        if self.collective.alone:
+            return self._running_sums(
+                loader, start, progress_bar, done, progress, checkpoints
+            )
+        return joint_sums(
+            self.collective,
+            cast(SharedData, data),
+            start,
+            lambda fit, due: self._running_sums(
+                loader, fit, progress_bar, Added(fit.sums), NO_RECORD, due
+            ),
+            checkpoints,
+        )
+
     def _running_sums(
         self,
         loader: Any,
         start: Fit,
         progress_bar: bool,
-        checkpoints: Iterator[int] | None = None,
+        done: Added,
+        progress: Progress,
+        checkpoints: Iterator[float] | None = None,
     ) -> Iterator[Sums]:
         """The sums after as many new examples as each checkpoint says, and at the end.
 
         A batch that a checkpoint divides is linearised once and added in parts.
         """
-        sums, seen, finite, current = start.sums, 0, [], True
-        generator = self.fresh_generator()
-        due: float = math.inf if checkpoints is None else next(checkpoints)
-        for x, y in self.batches(loader, "[Computing Hessian]", progress_bar):
-            f, psi, y = self._curvature_root(x, y, start, generator)
+        sums, seen, current = done.sums, done.n_examples, done.evaluated
+        finite = [torch.isfinite(sums.loss).all()] * done.n_batches
+        generator = own_generator(self.collective, self.fresh_generator())
+        if generator is not None and done.generator is not None:
+            generator.set_state(done.generator)
+        due: float = math.inf
+        if checkpoints is not None:
+            due = next(n for n in checkpoints if n > seen)
+        for x, targets in self.batches(loader, "[Computing Hessian]", progress_bar):
+            f, psi, y = self._curvature_root(x, targets, start, generator)
             finite.append(torch.isfinite(f).all() & torch.isfinite(psi).all())
             first = 0
             while first < len(f):
@@ -524,7 +663,14 @@ class Fitter:
                     check_finite(finite, "outputs or derivatives", "of the data")
                     yield sums
                     due, current = next(checkpoints), True
-        if seen == 0:
+            if progress.due():
+                check_finite(finite, "outputs or derivatives", "of the data")
+                state = None if generator is None else generator.get_state()
+                last = digest(targets)
+                progress.save_added(
+                    Added(sums, seen, len(finite), current, state, last)
+                )
+        if seen == 0 and self.collective.alone:
             raise ValueError(NO_BATCH)
         if not current:
             check_finite(finite, "outputs or derivatives", "of the data")
@@ -596,13 +742,16 @@ class Fitter:
         return dataclasses.replace(start, sums=sums, history=())
 
 
-def add_rows(sketch: RowSketch, rows: torch.Tensor, finite: list[torch.Tensor]) -> None:
+def add_rows(
+    gathered: Gathered, rows: torch.Tensor, finite: list[torch.Tensor]
+) -> None:
     """Add gradients; a full buffer with NaN in it is told as such, with the batch after
     those that were `finite`."""
     try:
-        sketch.add(rows)
+        gathered.add(rows)
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-        check_finite([*finite, torch.isfinite(sketch.energy)], "gradients", SAMPLING)
+        energy = gathered.rows.energy
+        check_finite([*finite, torch.isfinite(energy)], "gradients", SAMPLING)
         raise
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from laplace_ella.errors import InsufficientMemoryError
+from laplace_ella.posterior.basis import working_numbers
 from laplace_ella.support.resources import human_bytes
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "check_memory",
     "estimate_memory",
     "exact_memory",
+    "on_disk",
     "sketch_sizes",
     "too_large_for_exact",
 ]
@@ -49,6 +51,22 @@ class MemoryEstimate:
         rows that are kept in memory within the budget
     n_samples : int
         M
+    disk : int
+        all M sampled gradients where they are kept in a file; `rows` is then what they
+        take of memory
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Linear(2, 3)
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
+    >>> estimate = la.estimate_memory(DataLoader(data, batch_size=25))
+    >>> estimate.fits, estimate.method
+    (True, 'exact')
     """
 
     basis: int
@@ -58,10 +76,13 @@ class MemoryEstimate:
     budget: int
     capacity: int
     n_samples: int
+    disk: int = 0
 
     @property
     def method(self) -> str:
-        """'exact' if all gradients fit, else 'streaming'."""
+        """'exact' if all gradients fit, 'disk' if in a file, else 'streaming'."""
+        if self.disk:
+            return "disk"
         return "exact" if self.capacity >= self.n_samples else "streaming"
 
     @property
@@ -71,7 +92,9 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes of the way that will be taken."""
+        """Bytes of memory of the way that will be taken."""
+        if self.disk:
+            return self.needed
         kept, gram = min(self.capacity, self.n_samples), GRAM_BYTES * self.n_samples**2
         row = (self.rows - gram) // max(1, self.n_samples)
         return self.basis + _rows_bytes(kept, row) + self.pass_
@@ -89,6 +112,8 @@ class MemoryEstimate:
             "budget": self.budget,
             f"this fit ({self.method})": self.total,
         }
+        if self.disk:
+            lines["on disk"] = self.disk
         width = max(map(len, lines))
         return "\n".join(f"{k:<{width}}  {human_bytes(v):>9}" for k, v in lines.items())
 
@@ -101,30 +126,48 @@ def estimate_memory(
     pass_bytes: int,
     budget: int,
     basis_itemsize: int | None = None,
+    n_processes: int = 1,
 ) -> MemoryEstimate:
     """Memory of a fit with M gradients of P numbers and K directions.
 
     The directions are computed in the place of the rows, and stay in `basis_itemsize`
-    bytes per number.
+    bytes per number. Several processes have a part of the rows each, which they
+    exchange for a part of the columns of all rows; of summaries each has a whole one.
     """
     row = n_params * itemsize
+    part = row if n_processes == 1 else -(-2 * row // n_processes)
     basis = rank * n_params * (basis_itemsize or itemsize)
     least = min(n_samples, rank + 5)
     free_for_rows = max(0, budget - basis - pass_bytes)
-    # The largest m with m rows and their Gram matrix within that.
-    root = math.isqrt(row**2 + 4 * GRAM_BYTES * free_for_rows)
-    capacity = max(least, min(n_samples, (root - row) // (2 * GRAM_BYTES)))
+    capacity = max(least, min(n_samples, _most_rows(part, free_for_rows)))
     if capacity < n_samples:  # a larger buffer makes the sketch slower, not better
+        capacity = max(least, min(n_samples, _most_rows(row, free_for_rows)))
         capacity = min(capacity, 2 * SKETCH_FACTOR * max(rank, 8))
+        part = row
     return MemoryEstimate(
         basis=basis,
-        rows=_rows_bytes(n_samples, row),
+        rows=_rows_bytes(n_samples, part),
         sketch=_rows_bytes(least, row),
         pass_=pass_bytes,
         budget=budget,
         capacity=capacity,
         n_samples=n_samples,
     )
+
+
+def on_disk(memory: MemoryEstimate, n_params: int, itemsize: int) -> MemoryEstimate:
+    """The same with all gradients in a file: in memory are the decomposition of their
+    Gram matrix, and the columns that are worked on."""
+    m = memory.n_samples
+    needed = GRAM_BYTES * m**2 + 8 * working_numbers(m, n_params)
+    filed = (m + 1) * n_params * itemsize
+    return replace(memory, rows=needed, sketch=needed, capacity=m, disk=filed)
+
+
+def _most_rows(row: int, free: int) -> int:
+    """The largest number of gradients that fit, with their Gram matrix."""
+    root = math.isqrt(row**2 + 4 * GRAM_BYTES * free)
+    return (root - row) // (2 * GRAM_BYTES)
 
 
 def _rows_bytes(n_rows: int, row: int) -> int:
@@ -145,10 +188,19 @@ def check_memory(memory: MemoryEstimate, device: torch.device) -> None:
 
 
 def exact_memory(
-    n_params: int, n_pairs: int, itemsize: int, pass_bytes: int, budget: int
+    n_params: int,
+    n_pairs: int,
+    itemsize: int,
+    pass_bytes: int,
+    budget: int,
+    n_processes: int = 1,
 ) -> MemoryEstimate:
-    """Memory of a fit with the gradients of all pairs, replaced by their directions."""
+    """Memory of a fit with the gradients of all pairs, replaced by their directions.
+
+    Several processes have a part of the gradients each, and then all directions.
+    """
     row = n_params * itemsize
+    row += row // n_processes if n_processes > 1 else 0
     rows = _rows_bytes(n_pairs, row)
     return MemoryEstimate(0, rows, rows, pass_bytes, budget, n_pairs, n_pairs)
 
@@ -162,13 +214,14 @@ def too_large_for_exact(
         f"n_eigenvalues='exact' keeps all {memory.n_samples} gradients of {n_params} "
         f"parameters, {human_bytes(memory.needed)} on {device}; the budget is "
         f"{human_bytes(memory.budget)}. The largest n_eigenvalues that fits is "
-        f"{largest}; or use fewer data, freeze parameters, or raise memory_budget."
+        f"{largest}; or use fewer data, freeze parameters, raise memory_budget, or "
+        "name a folder for them, scratch_dir=."
     )
 
 
 def sketch_sizes(memory: MemoryEstimate, rank: int) -> tuple[int, int]:
     """Capacity and rows kept of the sketch within the estimate's budget."""
-    if memory.method == "exact":
+    if memory.method != "streaming":
         return memory.n_samples + 1, memory.n_samples
     capacity = memory.capacity
     keep = min(SKETCH_FACTOR * rank, max(rank + 2, capacity // 2), capacity - 1)

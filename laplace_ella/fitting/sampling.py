@@ -25,6 +25,7 @@ from torch.utils.data import (
 from laplace_ella.support.batches import split_batch
 
 __all__ = [
+    "Pairs",
     "check_loader",
     "draw_others",
     "draw_pairs",
@@ -32,6 +33,10 @@ __all__ = [
     "read_labels",
     "subset",
 ]
+
+
+#: Positions of examples and outputs `(M,)` each, sorted by example.
+Pairs = tuple[np.ndarray, np.ndarray]
 
 
 def check_loader(loader: Any, name: str = "train_loader") -> None:
@@ -90,7 +95,7 @@ def draw_pairs(
     n_samples: int,
     rng: np.random.Generator,
     labels: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Pairs:
     """Draw M pairs (x, i), never the same pair twice (Deng et al. 2022, Sec. 3.3).
 
     Every example is used ⌊M/N⌋ or ⌈M/N⌉ times, so x is drawn without replacement
@@ -138,7 +143,7 @@ def draw_others(
     outputs: np.ndarray,
     n_samples: int,
     rng: np.random.Generator,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Pairs:
     """At most so many of the pairs that were not drawn, sorted by example."""
     taken = np.sort(examples * n_outputs + outputs)
     if n_pairs <= 4 * (len(taken) + n_samples):

@@ -49,6 +49,15 @@ class EarlyStopping:
         set it to the one you predict with; the paper's is 'mc'
     n_samples : int, default=512
         of the link 'mc', as in the paper
+
+    Examples
+    --------
+    >>> import itertools
+    >>> plan = EarlyStopping(start=100, growth=1.5, link_approx="mc")
+    >>> list(itertools.islice(plan.checkpoints(), 4))
+    [100, 150, 225, 338]
+
+    `la.fit(train_loader, val_loader=val_loader, early_stopping=plan)` goes by it.
     """
 
     every: int | None = None
@@ -130,6 +139,16 @@ def augmented_validation(
     -------
     torch.utils.data.DataLoader
         over a fixed set of augmented images
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> data = TensorDataset(torch.rand(40, 3, 8, 8), torch.randint(2, (40,)))
+    >>> train_loader = DataLoader(data, batch_size=20)
+    >>> val_loader = augmented_validation(train_loader, n_examples=16)
+    >>> len(val_loader.dataset)
+    16
     """
     sampling.check_loader(train_loader)
     positive_int("n_examples", n_examples)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from laplace_ella.derivatives.linearizer import Linearizer, Modes
 from laplace_ella.derivatives.model_function import (
     ModelFunction,
     matching_names,
+    refuse_sharded,
     unwrap,
 )
 from laplace_ella.derivatives.options import ComputeOptions
@@ -35,6 +37,7 @@ from laplace_ella.fitting.checkpoint import (
 )
 from laplace_ella.fitting.fit import BasisPlan, Fitter
 from laplace_ella.interface.attributes import from_fit, setting
+from laplace_ella.interface.joint import short
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.fit import Fit
 from laplace_ella.posterior.likelihood import Family
@@ -46,7 +49,10 @@ from laplace_ella.support.checks import (
     member,
     positive_int,
 )
+from laplace_ella.support.collective import Collective
+from laplace_ella.support.fingerprint import digest
 from laplace_ella.support.layout import OutputLayout
+from laplace_ella.support.links import Link
 from laplace_ella.support.preserve import undisturbed
 from laplace_ella.support.presets import PAPER
 
@@ -120,6 +126,7 @@ class FittedLaplace(ParametricLaplace):
     # Of objects that were pickled before there was one.
     _softmax_temperature = 1.0
     _top_outputs: int | None = None
+    distributed: bool | None = None
 
     #: Of objects that were pickled when there was no other.
     _evidence = EvidenceOf.BASIS
@@ -140,6 +147,7 @@ class FittedLaplace(ParametricLaplace):
     memory_budget = setting("options")
     basis_dtype = setting("options")
     basis_device = setting("options")
+    scratch_dir = setting("options")
 
     def __init__(
         self,
@@ -175,7 +183,10 @@ class FittedLaplace(ParametricLaplace):
         memory_budget: int | float | str | None = None,
         basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
+        scratch_dir: str | PathLike[str] | None = None,
+        distributed: bool | None = None,
     ) -> None:
+        refuse_sharded(model)
         asked = resolve(
             backend,
             backend_kwargs,
@@ -195,6 +206,7 @@ class FittedLaplace(ParametricLaplace):
             memory_budget,
             basis_dtype,
             None if basis_device is None else torch.device(basis_device),
+            scratch_dir,
         )
         layout = member(OutputLayout, "output_layout", output_layout)
         if n_eigenvalues is None:
@@ -202,6 +214,7 @@ class FittedLaplace(ParametricLaplace):
             n_eigenvalues = "auto" if regression else int(PAPER["n_eigenvalues"])
         self.plan = BasisPlan(subsample_size, n_eigenvalues, seed)
         self.balanced = balanced
+        self.distributed = distributed
         self.multi_label = multi_label
         self.parameter_names = parameter_names
         self.fitted: Fit | None = None
@@ -511,6 +524,13 @@ class FittedLaplace(ParametricLaplace):
             self.top_outputs,
         )
 
+    def _check_link(self, link_approx: Link) -> None:
+        """Refuse a link that is not for the predictions of this posterior."""
+        n_channels = None
+        if self.fitted is not None:
+            n_channels = self.output_layout.of(self.fitted.output_shape).n_channels
+        self._observation.check_link(link_approx, n_channels)
+
     @property
     def fitter(self) -> Fitter:
         """The model, its derivatives and its targets, as fits and diagnostics see
@@ -524,7 +544,52 @@ class FittedLaplace(ParametricLaplace):
             self.dict_key_y,
             self._fresh_generator,
             self._complement,
+            self.collective,
         )
+
+    # Several processes
+
+    @property
+    def collective(self) -> Collective:
+        """The processes that fit and tune together, see `distributed`; this one alone
+        where there is no process group."""
+        return Collective.of(self.distributed, self._device)
+
+    def common_settings(self) -> dict[str, str]:
+        """What must be the same in all processes, in writing."""
+        fit = self.fitted
+        settings = {
+            **self._described(),
+            "model": type(unwrap(self.model)).__name__,
+            "uncertain parameters": digest(list(self._linearizer.fn.names)),
+            "subsample_size": self.subsample_size,
+            "n_eigenvalues": self.n_eigenvalues,
+            "seed": self.seed,
+            "balanced": self.balanced,
+            "curvature": self.curvature.value,
+            "stochastic": self.stochastic,
+            "complement": plain(self._complement),
+            "evidence": self.evidence.value,
+            "prior_precision": self._prior_precision,
+            "prior_mean": self._prior_mean,
+            "sigma_noise": self.sigma_noise,
+            "temperature": float(self.temperature),
+            "softmax_temperature": self.softmax_temperature,
+            "top_outputs": self.top_outputs,
+            "basis_dtype": self.basis_dtype,
+            "the fit": None if fit is None else digest(fit.sums.H, fit.sums.n_data),
+        }
+        return {name: short(value) for name, value in settings.items()}
+
+    def _settled(self, chosen: Any) -> Any:
+        """What the first process chose, where several choose together: rounding may
+        differ between machines."""
+        collective = self.collective
+        if not collective.joined:
+            return chosen
+        if isinstance(chosen, torch.Tensor):
+            return collective.broadcast("choice", chosen, chosen.device)
+        return collective.first("choice", chosen)
 
     def _undisturbed(self, *loaders: Any, create_graph: bool = False) -> Any:
         return undisturbed(self.model, *loaders, create_graph=create_graph)

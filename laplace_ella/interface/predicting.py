@@ -13,7 +13,9 @@ from laplace.utils.enums import (
 )
 from torch.utils.data import DataLoader
 
+from laplace_ella.fitting.shared import arranged, shared_data
 from laplace_ella.interface.fitted import FittedLaplace
+from laplace_ella.interface.joint import jointly
 from laplace_ella.posterior.predictor import Predictor, class_dim
 from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.batches import to_device
@@ -24,7 +26,12 @@ from laplace_ella.support.checks import (
 )
 from laplace_ella.support.links import Link
 from laplace_ella.support.preserve import full_precision
-from laplace_ella.tuning.cache import FeatureCache, cache_loader
+from laplace_ella.tuning.cache import (
+    FeatureCache,
+    cache_loader,
+    cache_parts,
+    whole_cache,
+)
 from laplace_ella.tuning.validation import (
     DEFAULT_LINK,
 )
@@ -103,7 +110,7 @@ class PredictingLaplace(FittedLaplace):
                 "pred_type='nn' samples weights, so it needs link_approx='mc', got "
                 f"link_approx={link_approx.value!r}."
             )
-        self._observation.check_link(link_approx)
+        self._check_link(link_approx)
         positive_int("n_samples", n_samples)
         regression = self._family.is_regression or (
             self.likelihood == Likelihood.REWARD_MODELING and not fitting
@@ -148,19 +155,39 @@ class PredictingLaplace(FittedLaplace):
             )
         return features.f.to(self._dtype), features.phi.to(self._dtype)
 
+    @jointly("loader")
     def cache_features(
         self, loader: DataLoader, progress_bar: bool = False
     ) -> FeatureCache:
-        """Features and targets of every example, see `FeatureCache`."""
+        """Features and targets of every example, see `FeatureCache`; of those that all
+        processes have, if several do (see `distributed`)."""
         return self._cache(self.posterior, loader, progress_bar)
 
     def _cache(
-        self, posterior: SubspacePosterior, loader: Any, progress_bar: bool
+        self,
+        posterior: SubspacePosterior,
+        loader: Any,
+        progress_bar: bool,
+        dtype: torch.dtype | None = None,
     ) -> FeatureCache:
-        """Features for another posterior of this model: another prior or basis."""
+        """Features for another posterior of this model: another prior or basis, with
+        derivatives in another precision than this fit has."""
+        linearizer = self.linearizer
+        if dtype is not None:
+            linearizer = self._linearizer.in_dtype(dtype)
+
+        def batches(loader: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+            return self.fitter.batches(loader, "[Features]", progress_bar)
+
+        made_by = posterior, linearizer, self._observation
         with self._undisturbed(loader):
-            batches = self.fitter.batches(loader, "[Features]", progress_bar)
-            return cache_loader(posterior, self.linearizer, self._observation, batches)
+            if self.collective.alone:
+                return cache_loader(*made_by, batches(loader))
+            data = shared_data(loader, self.collective, self.dict_key_x)
+            parts, counts = cache_parts(*made_by, batches(data.whole()))
+            own = FeatureCache.concatenate(parts).rows if parts else {}
+            rows = arranged(data, self.collective, own, counts.numpy())
+            return whole_cache([FeatureCache.made_for(posterior, rows)] if rows else [])
 
     def _served(
         self, cache: FeatureCache, posterior: SubspacePosterior
@@ -183,7 +210,7 @@ class PredictingLaplace(FittedLaplace):
         models with outputs at many positions, one row per position.
         """
         link_approx = member(Link, "link_approx", link_approx)
-        self._observation.check_link(link_approx)
+        self._check_link(link_approx)
         positive_int("n_samples", n_samples)
         check_generator(generator, self._device)
         generator = generator or self._fresh_generator()

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.support.batches import chunks, has_values
+from laplace_ella.support.disk import tensor_on_disk
 
-__all__ = ["NystromBasis", "RowSketch", "basis_from_rows"]
+__all__ = ["NystromBasis", "RowSketch", "basis_from_rows", "working_numbers"]
 
 #: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
 #: more accurate than the Gram matrix because it does not square the condition number.
@@ -54,6 +56,21 @@ class NystromBasis:
     tail : torch.Tensor, optional
         the other eigenvalues of J̃J̃ᵀ, descending, float64; None where a summary of the
         gradients was kept and they are not known
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Linear(2, 3)
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
+    >>> la.fit(DataLoader(data, batch_size=25))
+    >>> la.basis.vectors.shape, la.basis.n_samples  # V (P, K), M = N·C
+    (torch.Size([9, 5]), 150)
+    >>> la.basis.truncate(3).rank
+    3
     """
 
     directions: torch.Tensor
@@ -118,6 +135,9 @@ class RowSketch:
         rows in memory, more than `keep`
     keep : int
         rows that survive a full buffer
+    folder : Path, optional
+        where a file is made to hold the rows, instead of memory; they are used a block
+        of columns at a time
     """
 
     def __init__(
@@ -127,16 +147,32 @@ class RowSketch:
         keep: int,
         dtype: torch.dtype,
         device: torch.device,
+        folder: Path | None = None,
     ) -> None:
         if capacity <= keep:
             raise ValueError(f"capacity={capacity} must exceed keep={keep}.")
         self.numels = tuple(numels)
-        self.buffer = torch.empty(capacity, sum(numels), dtype=dtype, device=device)
+        self.folder = folder
+        shape = (capacity, sum(numels))
+        if folder is None:
+            self.buffer = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            self.buffer = tensor_on_disk(shape, dtype, folder)
         self.keep = keep
         self.filled = 0
         self.n_samples = 0
         self.compressed = False
         self.energy = torch.zeros((), dtype=torch.float64, device=device)
+
+    @property
+    def capacity(self) -> int:
+        """Rows in memory at most."""
+        return len(self.buffer)
+
+    def empty(self, numels: Sequence[int], n_rows: int) -> RowSketch:
+        """Room for so many rows of other numbers, all of which are kept."""
+        like = self.buffer
+        return RowSketch(numels, n_rows + 1, n_rows, like.dtype, like.device)
 
     def add(self, rows: torch.Tensor) -> None:
         """Take in rows `(m, P)`."""
@@ -152,7 +188,7 @@ class RowSketch:
 
     def _compress(self) -> None:
         U = torch.linalg.eigh(gram(self.buffer))[1].flip(1)[:, : self.keep]
-        _multiply(U.T, self.buffer, out=self.buffer)
+        multiply(U.T, self.buffer, out=self.buffer)
         self.filled, self.compressed = self.keep, True
 
     def basis(self, n_eigenvalues: int | None, accurate: bool = False) -> NystromBasis:
@@ -172,19 +208,8 @@ class RowSketch:
             eigenvalues, directions = _by_svd(rows, wanted)
         else:
             eigenvalues, directions = _by_gram(rows, wanted, precision)
-        rank = _usable_rank(eigenvalues, rows, None if small else precision)
-        if rank == 0:
-            raise ValueError(
-                f"All {self.n_samples} sampled gradients are zero: the outputs do not "
-                "depend on the parameters. Check that the right parameters require "
-                "gradients."
-            )
-        if n_eigenvalues is not None and rank < n_eigenvalues:
-            warn_caller(
-                f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
-                f"{self.n_samples} sampled gradients; using {rank}.",
-                RankWarning,
-            )
+        rank = usable_rank(eigenvalues, rows, None if small else precision)
+        check_rank(rank, n_eigenvalues, self.n_samples)
         rank = min(rank, wanted)
         if not small:
             orthonormalize_(directions[:rank])
@@ -205,6 +230,21 @@ class RowSketch:
         )
 
 
+def check_rank(rank: int, n_eigenvalues: int | None, n_samples: int) -> None:
+    """Refuse gradients without a usable direction, warn of fewer than asked for."""
+    if rank == 0:
+        raise ValueError(
+            f"All {n_samples} sampled gradients are zero: the outputs do not depend on "
+            "the parameters. Check that the right parameters require gradients."
+        )
+    if n_eigenvalues is not None and rank < n_eigenvalues:
+        warn_caller(
+            f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
+            f"{n_samples} sampled gradients; using {rank}.",
+            RankWarning,
+        )
+
+
 def _energy(rows: torch.Tensor) -> torch.Tensor:
     """Σ of all squares in float64, without a float64 copy of all rows."""
     parts = [part.double().square().sum() for part in rows.reshape(-1).split(BLOCK)]
@@ -219,7 +259,7 @@ def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:
     return sketch.basis(n_eigenvalues)
 
 
-def _usable_rank(
+def usable_rank(
     eigenvalues: torch.Tensor, rows: torch.Tensor, gram_dtype: torch.dtype | None
 ) -> int:
     """Number of directions that stand above the rounding noise of the rows.
@@ -255,7 +295,7 @@ def _by_gram(
     eigenvalues, U = eigenvalues.flip(0).clamp_min(0), U.flip(1)[:, :k]
     scale = eigenvalues[:k].sqrt().clamp_min(torch.finfo(torch.float64).tiny)
     usable = eigenvalues[:k] > 0
-    _multiply((U / scale * usable).T, rows, out=rows)
+    multiply((U / scale * usable).T, rows, out=rows)
     return eigenvalues, rows[:k]
 
 
@@ -292,13 +332,24 @@ def orthonormalize_(directions: torch.Tensor) -> None:
         return
     eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
-    _multiply(inverse, directions, out=directions)
+    multiply(inverse, directions, out=directions)
 
 
-def _multiply(matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+def _width(n_rows: int) -> int:
+    """Columns of a product that are computed at once."""
+    return max(1024, min(GRAM_WIDTH, PRODUCT // max(1, n_rows)))
+
+
+def working_numbers(n_rows: int, n_columns: int) -> int:
+    """Numbers that a decomposition of so many rows takes besides them and their Gram
+    matrix: a block of columns in float64, or of a product."""
+    return n_rows * min(n_columns, max(GRAM_WIDTH // 8, _width(n_rows)))
+
+
+def multiply(matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """matrix @ rows into the first rows of `out`, which may be `rows` itself."""
     matrix = matrix.to(rows.dtype)
-    width = max(1024, min(GRAM_WIDTH, PRODUCT // max(1, len(matrix))))
+    width = _width(len(matrix))
     room = rows.new_empty(len(matrix) * min(width, rows.shape[1]))
     for columns in chunks(rows.shape[1], width):
         out[: len(matrix), columns] = _product(matrix, rows[:, columns], room)

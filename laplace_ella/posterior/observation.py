@@ -103,8 +103,8 @@ class ObservationModel:
         normalizer = n_each * (noise * math.sqrt(2 * math.pi)).log()
         return -(factor * loss + normalizer).sum()
 
-    def check_link(self, link_approx: Link) -> None:
-        """Refuse a link that is not for these predictions."""
+    def check_link(self, link_approx: Link, n_channels: int | None = None) -> None:
+        """Refuse a link that is not for predictions of C outputs, if C is known."""
         bridges = (Link.BRIDGE, Link.BRIDGE_NORM)
         if self.family is Family.BERNOULLI and link_approx not in (
             Link.PROBIT,
@@ -115,10 +115,12 @@ class ObservationModel:
                 "Laplace bridge leads to a Dirichlet, and a common shift matters to "
                 "sigmoids. With multi_label=True use link_approx='probit' or 'mc'."
             )
-        if self.top_outputs is not None and link_approx in bridges:
+        top = self.top_outputs
+        some = top is not None and (n_channels is None or top < n_channels)
+        if some and link_approx in bridges:
             raise ValueError(
                 f"link_approx={link_approx.value!r} needs the variance of all classes, "
-                f"got top_outputs={self.top_outputs}. Set top_outputs=None, or use "
+                f"got top_outputs={top}. Set top_outputs=None, or use "
                 "'probit', 'probit_centered' or 'mc'."
             )
 

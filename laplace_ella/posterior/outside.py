@@ -28,7 +28,19 @@ __all__ = ["Complement", "EvidenceOf", "Precisions", "Tail"]
 
 
 class Complement(str, Enum):
-    """What becomes of the directions of parameter space outside the basis."""
+    """What becomes of the directions of parameter space outside the basis.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import laplace_ella
+    >>> la = laplace_ella.ELLALaplace(
+    ...     torch.nn.Linear(2, 3), "classification", complement="prior"
+    ... )
+    >>> la.complement
+    <Complement.PRIOR: 'prior'>
+    >>> la.complement = 12.5  # one precision for all of them
+    """
 
     DROP = "drop"
     """They have no variance, as in the paper. Needs the features only."""
@@ -45,7 +57,17 @@ class Complement(str, Enum):
 
 
 class EvidenceOf(str, Enum):
-    """Which directions the evidence is of."""
+    """Which directions the evidence is of.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import laplace_ella
+    >>> la = laplace_ella.ELLALaplace(torch.nn.Linear(2, 1), "regression")
+    >>> la.evidence
+    <EvidenceOf.WHOLE: 'whole'>
+    >>> la.evidence = "basis"
+    """
 
     WHOLE = "whole"
     """All that the data have curvature in, as far as the spectrum of the sampled

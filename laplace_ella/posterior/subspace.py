@@ -62,6 +62,23 @@ class SubspacePosterior:
     whole : bool
         whether the evidence is of the whole spectrum, as far as the tail is known, or
         of the directions in the basis
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Linear(2, 3)
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
+    >>> la.fit(DataLoader(data, batch_size=25))
+    >>> posterior = la.posterior
+    >>> posterior.precision.shape, posterior.truncate(3).rank
+    (torch.Size([5, 5]), 3)
+    >>> wider = posterior.with_(prior=torch.tensor([0.5]))  # la stays as it is
+    >>> float(wider.prior), float(la.prior_precision)
+    (0.5, 1.0)
     """
 
     basis: NystromBasis

@@ -18,7 +18,23 @@ __all__ = ["OutputLayout", "Positions", "check_outputs"]
 
 
 class OutputLayout(str, Enum):
-    """Which dimension of the model's output holds the C classes or values."""
+    """Which dimension of the model's output holds the C classes or values.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Conv2d(1, 2, 3, padding=1)  # (B, 1, 4, 4) to (B, 2, 4, 4)
+    >>> data = TensorDataset(torch.randn(6, 1, 4, 4), torch.randint(2, (6, 4, 4)))
+    >>> la = Laplace(
+    ...     model, "classification", "all", "nystrom", output_layout="channels_first"
+    ... )
+    >>> la.fit(DataLoader(data, batch_size=3))
+    >>> la(torch.randn(5, 1, 4, 4)).shape
+    torch.Size([5, 2, 4, 4])
+    """
 
     FLAT = "flat"
     """`(B, C)`: one position per example."""

@@ -12,6 +12,23 @@ class Link(str, Enum):
 
     The first four are those of `laplace.utils.enums.LinkApprox`, whose members are
     accepted wherever these are.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> _ = torch.manual_seed(0)
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(
+    ...     torch.nn.Linear(2, 3), "classification", "all", "nystrom", n_eigenvalues=9
+    ... )
+    >>> la.fit(DataLoader(data, batch_size=25))
+    >>> x = torch.randn(4, 2)
+    >>> a, b = la(x, link_approx=Link.PROBIT_CENTERED), la(x, link_approx="mc")
+    >>> bool((a - b).abs().max() < 0.2)
+    True
     """
 
     MC = "mc"

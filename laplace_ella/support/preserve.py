@@ -16,10 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "autocast_enabled",
     "differentiable_kernels",
     "evaluation_mode",
     "full_precision",
+    "get_random_states",
     "random_states",
+    "set_random_states",
     "undisturbed",
 ]
 
@@ -51,6 +54,16 @@ def undisturbed(
         torch.set_grad_enabled(create_graph),
     ):
         yield
+
+
+def autocast_enabled(device: torch.device) -> bool:
+    """Whether models on this device run in mixed precision at the moment."""
+    try:
+        return torch.is_autocast_enabled(device.type)
+    except TypeError:  # torch 2.3 has a function for each kind of device
+        if device.type == "cpu":
+            return torch.is_autocast_cpu_enabled()
+        return torch.is_autocast_enabled()
 
 
 def full_precision(device: torch.device) -> torch.autocast:
@@ -111,24 +124,49 @@ def random_states(device: torch.device, *loaders: Any) -> Iterator[None]:
     Merely iterating over a `DataLoader` draws a seed from torch's global generator,
     and augmentations draw from all three.
     """
-    on_gpu = device.type == "cuda" and torch.cuda.is_available()
-    generators = _generators(loaders)
-    with _disable_current_modes():  # a state is bytes, also below fake tensors
-        torch_state = torch.get_rng_state()
-        cuda_state = torch.cuda.get_rng_state(device) if on_gpu else None
-        loader_states = [generator.get_state() for generator in generators]
-    numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
+    before = get_random_states(device, *loaders)
     try:
         yield
     finally:
-        with _disable_current_modes():
-            torch.set_rng_state(torch_state)
-            if cuda_state is not None:
-                torch.cuda.set_rng_state(cuda_state, device)
-            for generator, state in zip(generators, loader_states, strict=True):
-                generator.set_state(state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        random.setstate(python_state)
+        set_random_states(before, device, *loaders)
+
+
+def get_random_states(device: torch.device, *loaders: Any) -> dict[str, Any]:
+    """The random states of torch, numpy, python and of the loaders, in tensors and
+    plain types."""
+    with _disable_current_modes():  # a state is bytes, also below fake tensors
+        name, key, *position = np.random.get_state()  # noqa: NPY002
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state(device) if _on_gpu(device) else None,
+            "loaders": [generator.get_state() for generator in _generators(loaders)],
+            "numpy": (
+                name,
+                torch.from_numpy(np.asarray(key, dtype=np.int64)),
+                position,
+            ),
+            "python": random.getstate(),
+        }
+
+
+def set_random_states(
+    states: dict[str, Any], device: torch.device, *loaders: Any
+) -> None:
+    """Put back what `get_random_states` returned, of the same device and loaders."""
+    with _disable_current_modes():
+        torch.set_rng_state(states["torch"])
+        if states["cuda"] is not None:
+            torch.cuda.set_rng_state(states["cuda"], device)
+        generators = _generators(loaders)
+        for generator, state in zip(generators, states["loaders"], strict=True):
+            generator.set_state(state)
+        name, key, position = states["numpy"]
+        np.random.set_state((name, key.numpy(), *position))  # noqa: NPY002
+    random.setstate(states["python"])
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_available()
 
 
 @contextmanager

@@ -6,11 +6,25 @@ from typing import Any
 
 __all__ = ["PAPER"]
 
-#: ELLA as in Deng et al. 2022, Sec. 5: `Laplace(model, likelihood, "all", "nystrom",
-#: **laplace_ella.PAPER)`, with early stopping on validation data.
 PAPER: dict[str, Any] = {
     "subsample_size": 2000,
     "n_eigenvalues": 20,
     "complement": "drop",
     "evidence": "basis",
 }
+"""ELLA as in Deng et al. 2022, Sec. 5, with early stopping on validation data.
+
+Examples
+--------
+>>> import torch
+>>> from laplace import Laplace
+>>> import laplace_ella
+>>> la = Laplace(
+...     torch.nn.Linear(2, 3), "classification", "all", "nystrom", **laplace_ella.PAPER
+... )
+>>> la.subsample_size, la.n_eigenvalues
+(2000, 20)
+
+`la.fit(train_loader, val_loader=val_loader, early_stopping=True)` stops as the paper
+does.
+"""

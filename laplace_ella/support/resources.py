@@ -17,6 +17,7 @@ __all__ = [
     "available_memory",
     "budget_of",
     "human_bytes",
+    "human_seconds",
     "parse_bytes",
 ]
 
@@ -33,6 +34,23 @@ def human_bytes(n: float) -> str:
         if n >= scale:
             return f"{n / scale:.1f} {unit}"
     return f"{n / 1e3:.0f} kB"
+
+
+def human_seconds(t: float) -> str:
+    """A time as one says it: `12 ms`, `3.4 s`, `8 min`, `2.5 h`, `3 days`.
+
+    >>> [human_seconds(t) for t in (0.0004, 0.25, 3.44, 75, 90 * 60, 3 * 86_400)]
+    ['0.4 ms', '250 ms', '3.4 s', '75 s', '1.5 h', '3 days']
+    """
+    if t < 1e-2:
+        return f"{1e3 * t:.1f} ms"
+    if t < 1:
+        return f"{1e3 * t:.0f} ms"
+    if t < 120:
+        return f"{t:.1f} s" if t < 10 else f"{t:.0f} s"
+    if t < 5400:
+        return f"{t / 60:.0f} min"
+    return f"{t / 3600:.1f} h" if t < 48 * 3600 else f"{t / 86_400:.0f} days"
 
 
 def parse_bytes(budget: int | float | str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from laplace_ella.ella import ELLALaplace
 
-__all__ = ["FeatureCache", "cache_loader"]
+__all__ = ["FeatureCache", "cache_loader", "cache_parts", "whole_cache"]
 
 #: What belongs to the examples, one row each, and is sliced with them.
 _PER_ROW = ("f_mu", "phi", "targets", "residual", "unseen", "outputs")
@@ -108,19 +108,27 @@ class FeatureCache:
         observed: torch.Tensor | None = None,
     ) -> FeatureCache:
         """A batch of features with its targets, less the rows without one."""
-        cache = cls(
-            features.f,
-            features.phi,
-            targets.to(features.f.device),
-            features.residual,
-            posterior.basis.eigenvalues,
-            posterior.prior if posterior.weighs_gradients else None,
-            features.unseen,
-            features.outputs,
-        )
+        rows = {
+            "f_mu": features.f,
+            "phi": features.phi,
+            "targets": targets.to(features.f.device),
+            "residual": features.residual,
+            "unseen": features.unseen,
+            "outputs": features.outputs,
+        }
+        cache = cls.made_for(posterior, rows)
         if observed is None or not features.positions.shape:
             return cache
         return cache[observed.to(features.f.device)]
+
+    @classmethod
+    def made_for(
+        cls, posterior: SubspacePosterior, rows: Mapping[str, torch.Tensor | None]
+    ) -> FeatureCache:
+        """What a posterior's features of every example are, by name."""
+        prior = posterior.prior if posterior.weighs_gradients else None
+        values: dict[str, Any] = dict(rows)
+        return cls(spectrum=posterior.basis.eigenvalues, prior=prior, **values)
 
     @classmethod
     def concatenate(cls, caches: Sequence[FeatureCache]) -> FeatureCache:
@@ -266,11 +274,14 @@ class FeatureCache:
             return replace(cache, residual=None, unseen=None)
         return cache if posterior.levels is not None else replace(cache, unseen=None)
 
+    @property
+    def rows(self) -> dict[str, torch.Tensor]:
+        """What there is of every example, by name."""
+        return {k: t for k, t in self._tensors().items() if k in _PER_ROW}
+
     def __getitem__(self, index: slice | torch.Tensor) -> FeatureCache:
         """Some of the examples."""
-        return replace(
-            self, **{k: t[index] for k, t in self._tensors().items() if k in _PER_ROW}
-        )
+        return replace(self, **{k: t[index] for k, t in self.rows.items()})
 
     def batches(self, size: int = 1024) -> Iterator[FeatureCache]:
         """The cache in pieces, for links that need memory."""
@@ -320,7 +331,18 @@ def cache_loader(
     batches: Iterable[tuple[Any, torch.Tensor]],
 ) -> FeatureCache:
     """Features and targets of all batches (inputs on the device, targets)."""
-    parts, finite = [], []
+    parts, _ = cache_parts(posterior, linearizer, observation, batches)
+    return whole_cache(parts)
+
+
+def cache_parts(
+    posterior: SubspacePosterior,
+    linearizer: Linearizer,
+    observation: ObservationModel,
+    batches: Iterable[tuple[Any, torch.Tensor]],
+) -> tuple[list[FeatureCache], torch.Tensor]:
+    """The same batch by batch, and how many rows each example has, on the CPU."""
+    parts, finite, counts = [], [], [torch.zeros(0, dtype=torch.int64)]
     for x, y in batches:
         features = features_for(
             posterior,
@@ -332,7 +354,16 @@ def cache_loader(
         rows, known = observation.rows(y, len(features.f), features.positions)
         finite.append(features.is_finite())
         parts.append(FeatureCache.of(features, rows, posterior, known))
+        if known is None or not features.positions.shape:
+            known = torch.ones(len(features.f), dtype=torch.bool)
+        known = known.view(-1, features.positions.n_positions)
+        counts.append(known.sum(-1).cpu())
     check_finite(finite, "outputs or features", "of the validation data")
+    return parts, torch.cat(counts)
+
+
+def whole_cache(parts: Sequence[FeatureCache]) -> FeatureCache:
+    """One cache of all batches, or an error where there is nothing in it."""
     if not parts:
         raise ValueError("The loader yielded no batch; there is nothing to cache.")
     cache = FeatureCache.concatenate(parts)

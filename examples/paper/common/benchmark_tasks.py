@@ -1,0 +1,433 @@
+"""What the benchmark measures: each task is one process, and returns one row."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import process_time
+from typing import Any
+
+import torch
+from laplace import Laplace
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+import laplace_ella
+import laplace_ella.metrics
+from common.data import cifar10, imagenet_sample, read_images
+from common.models import ScaledInput, cifar_resnet, imagenet_model
+
+__all__ = ["METHODS", "NETWORKS", "OPTIONS", "TASKS"]
+
+Task = Callable[[Namespace, dict[str, Any]], dict[str, Any]]
+
+
+def best_time(work: Callable[[], object], repeats: int = 3) -> float:
+    """CPU seconds of the quickest of some runs, after one that warms up."""
+    work()
+    times = []
+    for _ in range(repeats):
+        began = process_time()
+        work()
+        times.append(process_time() - began)
+    return min(times)
+
+
+def once(work: Callable[[], object]) -> float:
+    began = process_time()
+    work()
+    return process_time() - began
+
+
+def loader(x: torch.Tensor, y: torch.Tensor, batch_size: int) -> DataLoader:
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+# Each side's classifier, by the same arguments
+
+
+def ours(model: nn.Module, M: int, K: int, **kwargs: Any) -> laplace_ella.ELLALaplace:
+    return Laplace(
+        model,
+        "classification",
+        "all",
+        "nystrom",
+        subsample_size=M,
+        n_eigenvalues=K,
+        prior_precision=5.0,
+        **kwargs,
+    )
+
+
+def theirs(model: nn.Module, M: int, K: int) -> Any:
+    return Laplace(
+        model,
+        "classification",
+        "all",
+        "gp",
+        functional_approximation="nystrom",
+        subsample_size=M,
+        n_eigenvalues=K,
+        prior_precision=5.0,
+    )
+
+
+SIDES = {"ours": ours, "theirs": theirs}
+
+
+# Tasks on the real ResNet-20
+
+
+def resnet20(args: Namespace, n: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    images = cifar10(args.data_root, "train")[:n]
+    return cifar_resnet("resnet20", args.data_root), images.x, images.y
+
+
+def forward_seconds(model: nn.Module, x: torch.Tensor) -> float:
+    """Seconds of one forward pass per image."""
+    with torch.no_grad():
+        return best_time(lambda: model(x)) / len(x)
+
+
+def basis_row(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Seconds per sampled gradient, without the decomposition that follows."""
+    M = p["M"]
+    model, x, y = resnet20(args, M)
+    data = loader(x, y, p["batch"])
+    la = SIDES[p["side"]](model, M, min(20, M))
+    la.model.eval()
+    if p["side"] == "ours":
+        outputs = torch.nn.functional.one_hot(torch.arange(M) % 10, 10).float()
+        rows = la.fitter.linearizer.row_chunks
+        few = x[:64], torch.arange(min(64, M)), outputs[:64]
+        _consume(rows(*few))  # finds out how, as at the start of a fit
+        seconds = once(lambda: _consume(rows(x, torch.arange(M), outputs)))
+    else:  # decomposes as well, a matrix of M×M
+        seconds = once(lambda: la._build_basis(data, la._indices(data, False)))
+    return {"seconds": seconds / M, "forward": forward_seconds(model, x[:64])}
+
+
+def _consume(iterator: Iterator[Any]) -> None:
+    deque(iterator, maxlen=0)
+
+
+def predict(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Seconds per image of the probit predictive, with a fit on a few images."""
+    n = p["images"]
+    model, x, y = resnet20(args, max(n, p["M"]))
+    la = SIDES[p["side"]](model, p["M"], p["K"])
+    la.fit(loader(x[: p["M"]], y[: p["M"]], 8))
+    kind = "glm" if p["side"] == "ours" else "gp"
+    x = x[:n]
+    seconds = best_time(lambda: la(x, pred_type=kind, link_approx="probit"), 2) / n
+    row = {"seconds": seconds, "forward": forward_seconds(model, x)}
+    if p["side"] == "ours":
+        row["mode"] = la.modes.features.value
+    return row
+
+
+def grid_search(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of a grid search; linear in candidates and images where it is said so."""
+    model, x, y = resnet20(args, max(p["images"], 64))
+    la = SIDES[p["side"]](model, 64, 20)
+    la.fit(loader(x[:64], y[:64], 8))
+    kind = "glm" if p["side"] == "ours" else "gp"
+    val = loader(x[: p["images"]], y[: p["images"]], min(p["images"], 100))
+    seconds = once(
+        lambda: la.optimize_prior_precision(
+            pred_type=kind,
+            method="gridsearch",
+            val_loader=val,
+            grid_size=p["candidates"],
+        )
+    )
+    scale = (100 / p["candidates"]) * (1000 / p["images"])
+    return {"seconds": seconds * scale, "measured": seconds}
+
+
+def fit(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """A whole fit; `memory_budget` makes ours summarise its gradients."""
+    model, x, y = resnet20(args, p["N"])
+    kwargs = {k: p[k] for k in ("memory_budget", "stochastic") if k in p}
+    la = SIDES[p["side"]](model, p["M"], p["K"], **kwargs)
+    seconds = once(lambda: la.fit(loader(x, y, p["batch"])))
+    row = {"seconds": seconds}
+    if p["side"] == "ours":
+        row |= {"method": la.basis.method, "eigenvalues": la.basis.eigenvalues.tolist()}
+        torch.save(la.basis.directions, args.cache_dir / f"directions_{p['tag']}.pt")
+    return row
+
+
+# Tasks that laplace-torch's ELLA cannot do
+
+
+def efficientnet(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """EfficientNet-Lite0, 1,000 classes: fit on M images and predict."""
+    model = imagenet_model("efficientnet_lite0")
+    paths, classes = imagenet_sample(args.data_root)
+    x = read_images(paths[:: 1000 // p["M"]][: p["M"]])
+    y = classes[:: 1000 // p["M"]][: p["M"]]
+    # Curvature from sampled labels: one backward pass per image instead of 2K + 1.
+    la = ours(model, p["M"], p["K"], memory_budget=f"{p['budget']} GB", stochastic=True)
+    seconds = once(lambda: la.fit(loader(x, y, 16)))
+    la(x[:1])  # finds out how to compute features
+    one = once(lambda: la(x[:4], link_approx="probit")) / 4
+    return {
+        "seconds": seconds,
+        "image": one,
+        "forward": forward_seconds(model, x[:4]),
+        "method": la.basis.method,
+        "mode": la.modes.features.value,
+    }
+
+
+def vit(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """ViT-B/16 of timm, 86 M parameters, 1,000 classes, with random weights: the cost
+    does not depend on them."""
+    import timm
+
+    torch.manual_seed(0)
+    model = timm.create_model("vit_base_patch16_224", pretrained=False).eval()
+    model = ScaledInput(model, [0.5] * 3, [0.5] * 3).eval()
+    x, y = torch.rand(p["M"], 3, 224, 224), torch.arange(p["M"]) % 1000
+    la = ours(model, p["M"], p["K"], memory_budget=f"{p['budget']} GB", stochastic=True)
+    seconds = once(lambda: la.fit(loader(x, y, 1)))
+    la(x[:1])  # finds out how to compute features
+    one = once(lambda: la(x[:1], link_approx="probit"))
+    return {
+        "seconds": seconds,
+        "image": one,
+        "forward": forward_seconds(model, x[:1]),
+        "method": la.basis.method,
+        "mode": la.modes.features.value,
+    }
+
+
+# How the cost grows, on a synthetic network
+
+
+def growth(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Fit and predict with a fully connected network of about P parameters."""
+    torch.manual_seed(0)
+    width = int((p["P"]) ** 0.5)
+    model = nn.Sequential(
+        nn.Linear(64, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, p["C"]),
+    ).eval()
+    x, y = torch.randn(p["N"], 64), torch.randint(p["C"], (p["N"],))
+    la = ours(model, p["M"], p["K"])
+    seconds = once(lambda: la.fit(loader(x, y, 64)))
+    image = best_time(lambda: la(x[:64]), 2) / 64
+    return {
+        "seconds": seconds,
+        "image": image,
+        "n_params": la.n_params,
+        "mode": la.modes.features.value,
+    }
+
+
+# What the options cost and change
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "`stochastic=True`": {"stochastic": True},
+    "`stochastic=10`": {"stochastic": 10},
+    "`basis_dtype=bfloat16`": {"basis_dtype": torch.bfloat16},
+    "predictions under `torch.autocast`, bfloat16": {},
+    "`feature_mode='forward'`": {"feature_mode": "forward"},
+    "`feature_mode='forward', compile=True`": {
+        "feature_mode": "forward",
+        "compile": True,
+    },
+}
+
+
+def options(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Fit and predict with one option; the predictions are kept for comparison."""
+    model, x, y = resnet20(args, p["N"])
+    new = cifar10(args.data_root, "test")[: p["images"]]
+    la = ours(model, p["M"], p["K"], **OPTIONS[p["option"]])
+    seconds = once(lambda: la.fit(loader(x, y, 64)))
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in p["option"]):
+        few = new.x[:16]
+        la(few)  # compiles, finds out how to compute features
+        image = best_time(lambda: la(few), 1) / len(few)
+        parts = [la(part).double() for part in new.x.split(len(few))]
+    probs = torch.cat(parts)
+    torch.save(probs, args.cache_dir / f"probs_{p['tag']}.pt")
+    return {
+        "seconds": seconds,
+        "image": image,
+        "nll": laplace_ella.metrics.nll(probs, new.y),
+    }
+
+
+# Where the passes go
+
+
+def mlp() -> nn.Module:
+    layers = (nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh())
+    return nn.Sequential(*layers, nn.Linear(50, 1))
+
+
+class Encoder(nn.Module):
+    """Two transformer layers over 32 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean(1))
+
+
+def small_vit() -> nn.Module:
+    import timm
+
+    return timm.create_model("vit_small_patch16_224", pretrained=False)
+
+
+#: Name: the network (those of the data folder by their own name), its inputs, C and K.
+NETWORKS: dict[str, tuple[Any, tuple[int, ...], int, int]] = {
+    "ResNet-20": ("resnet20", (24, 3, 32, 32), 10, 20),
+    "MLP 2×50, 10,000 inputs": (mlp, (10_000, 10), 1, 20),
+    "transformer encoder": (Encoder, (64, 32, 64), 10, 20),
+    "EfficientNet-Lite0": ("efficientnet_lite0", (1, 3, 224, 224), 1000, 20),
+    "ViT-S/16": (small_vit, (1, 3, 224, 224), 1000, 10),
+}
+
+
+def passes(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Seconds per input of the features, and the operators that take most of them."""
+    build, shape, _, K = NETWORKS[p["network"]]
+    torch.manual_seed(0)
+    if build == "resnet20":
+        model = cifar_resnet(build, args.data_root)
+    else:
+        model = imagenet_model(build) if isinstance(build, str) else build().eval()
+    x = torch.randn(*shape)
+    la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=K)
+    linearizer = la.fitter.linearizer
+    V = torch.nn.functional.normalize(torch.randn(K, linearizer.n_params))
+
+    def features() -> object:
+        with torch.no_grad():
+            return linearizer.features(x, V)
+
+    seconds = best_time(features, 2) / len(x)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        features()
+    events = profiled.key_averages(group_by_input_shape=True)
+    total = sum(e.self_cpu_time_total for e in events)
+    largest = sorted(events, key=lambda e: -e.self_cpu_time_total)[:8]
+    operators = [(e.key.removeprefix("aten::"), _shapes(e), e.count) for e in largest]
+    shares = [e.self_cpu_time_total / total for e in largest]
+    modes = linearizer.modes(K)
+    return {
+        "seconds": seconds,
+        "forward": forward_seconds(model, x),
+        "mode": modes.features.value + ("" if modes.together else ", one by one"),
+        "operators": [
+            (*operator, share)
+            for operator, share in zip(operators, shares, strict=True)
+        ],
+    }
+
+
+def _shapes(event: Any) -> str:
+    """Shapes of the first two arguments that are tensors."""
+    shapes = [shape for shape in event.input_shapes if shape][:2]
+    return " · ".join("×".join(map(str, shape)) for shape in shapes)
+
+
+# Other posteriors of laplace-torch
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "last layer, KFAC": {"subset_of_weights": "last_layer"},
+    "diag": {"hessian_structure": "diag"},
+    "KFAC": {},
+    "ELLA of laplace-torch": {
+        "hessian_structure": "gp",
+        "functional_approximation": "nystrom",
+    },
+    "ours": {"hessian_structure": "nystrom"},
+    "ours, `top_outputs=3`": {"hessian_structure": "nystrom", "top_outputs": 3},
+    "ours, last stage": {
+        "hessian_structure": "nystrom",
+        "parameter_names": ["layer3.*", "linear.*"],
+    },
+    "ours, last stage, `top_outputs=3`": {
+        "hessian_structure": "nystrom",
+        "parameter_names": ["layer3.*", "linear.*"],
+        "top_outputs": 3,
+    },
+}
+
+
+def method(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Fit on N images, and predict some by the probit link."""
+    settings = {"subset_of_weights": "all", "hessian_structure": "kron"}
+    settings |= METHODS[p["method"]]
+    if "nystrom" in settings.values():
+        settings |= {"subsample_size": p["M"], "n_eigenvalues": p["K"]}
+    model, x, y = resnet20(args, max(p["N"], p["images"]))
+    la = Laplace(model, "classification", prior_precision=5.0, **settings)
+    seconds = once(lambda: la.fit(loader(x[: p["N"]], y[: p["N"]], 8)))
+    kind = "gp" if settings["hessian_structure"] == "gp" else "glm"
+    new = x[: p["images"]]
+    image = best_time(lambda: la(new, pred_type=kind, link_approx="probit"), 2)
+    return {
+        "seconds": seconds,
+        "image": image / len(new),
+        "forward": forward_seconds(model, new),
+    }
+
+
+def batch_size(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Seconds per image of predictions by batches of one size; forward passes have
+    the same."""
+    model, x, y = resnet20(args, max(p["images"], p["M"]))
+    la = ours(model, p["M"], p["K"])
+    la.fit(loader(x[: p["M"]], y[: p["M"]], 16))
+    parts = x[: p["images"]].split(p["batch"])
+
+    def predictions() -> None:
+        for part in parts:
+            la(part, link_approx="probit")
+
+    def outputs() -> None:
+        with torch.no_grad():
+            for part in parts:
+                model(part)
+
+    return {
+        "seconds": best_time(predictions, 1) / p["images"],
+        "forward": best_time(outputs) / p["images"],
+    }
+
+
+TASKS: dict[str, Task] = {
+    task.__name__: task
+    for task in (
+        basis_row,
+        predict,
+        grid_search,
+        fit,
+        efficientnet,
+        vit,
+        growth,
+        options,
+        passes,
+        method,
+        batch_size,
+    )
+}
