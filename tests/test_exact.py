@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-import laplace_ella.fitting.fit as fitting
 from laplace_ella import (
     ELLALaplace,
     ELLALLLaplace,
@@ -26,6 +25,7 @@ from laplace_ella import (
     NumericalWarning,
     RankWarning,
 )
+from laplace_ella.fitting import plan
 from laplace_ella.fitting.fit import Fitter
 from laplace_ella.posterior.basis import RowSketch
 from laplace_ella.tuning.cache import FeatureCache
@@ -539,7 +539,7 @@ def test_auto_is_exact_where_that_is_affordable(caplog, monkeypatch):
     assert exact.complement == "prior"
 
     caplog.clear()
-    monkeypatch.setattr(fitting, "AUTO_MAX_PAIRS", 29)
+    monkeypatch.setattr(plan, "AUTO_MAX_PAIRS", 29)
     with caplog.at_level(logging.INFO, "laplace_ella"):
         spectral = problem.fit(n_eigenvalues="auto")
     assert not any("exact linearised" in m for m in caplog.messages)

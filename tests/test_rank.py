@@ -30,7 +30,7 @@ SAMPLES = {"subsample_size": 9, "n_eigenvalues": K}
 @pytest.fixture
 def too_many_pairs(monkeypatch):
     """No problem is small enough for all of its gradients."""
-    monkeypatch.setattr("laplace_ella.fitting.fit.AUTO_MAX_PAIRS", 0)
+    monkeypatch.setattr("laplace_ella.fitting.plan.AUTO_MAX_PAIRS", 0)
 
 
 @pytest.fixture(params=CASES)

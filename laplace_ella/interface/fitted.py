@@ -35,7 +35,8 @@ from laplace_ella.fitting.checkpoint import (
     identity,
     state_of_fit,
 )
-from laplace_ella.fitting.fit import BasisPlan, Fitter
+from laplace_ella.fitting.fit import Fitter
+from laplace_ella.fitting.plan import BasisPlan
 from laplace_ella.interface.attributes import from_fit, setting
 from laplace_ella.interface.joint import short
 from laplace_ella.posterior.basis import NystromBasis
