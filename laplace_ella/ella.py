@@ -36,6 +36,7 @@ from laplace_ella.posterior.fit import Fit, Sums
 from laplace_ella.posterior.likelihood import Family
 from laplace_ella.posterior.outside import Complement
 from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.support.batches import batch_size
 from laplace_ella.support.checks import (
     check_positive,
     member,
@@ -240,13 +241,7 @@ or None, default=None
         """
         balanced = self._check_balanced(train_loader, balanced)
         stopping = check_stopping(early_stopping, val_loader)
-        checkpoint = Checkpoint.of(checkpoint)
-        if checkpoint is not None and not self.collective.alone:
-            raise ValueError(
-                "checkpoint= is for a fit by one process, and "
-                f"{self.collective.size} fit together here. Leave it out, save "
-                "la.state_dict() after fit_basis(), or pass distributed=False."
-            )
+        checkpoint = self._checked_checkpoint(checkpoint)
         loaders = [train_loader] if val_loader is None else [train_loader, val_loader]
         with self._undisturbed(*loaders), self._all_or_nothing():
             progress = Progress(checkpoint, self._device, loaders)
@@ -265,10 +260,10 @@ or None, default=None
                 )
                 progress.check(identity, self._linearizer)
             mean, home = self._linearizer.fn.flat(), self.fitter.home
-            fit = progress.finished(mean, home)
+            fit = progress.finished(mean, home, self.fitter.owned)
             if fit is None:
                 if start is None:
-                    start = progress.started(mean, home)
+                    start = progress.started(mean, home, self.fitter.owned)
                 if start is None:
                     start = self._without_data(data, balanced, progress_bar, progress)
                 progress.begin_adding(start)
@@ -293,7 +288,7 @@ or None, default=None
         `fit_features` adds data. The parameters are those of `fit`.
         """
         balanced = self._check_balanced(train_loader, balanced)
-        checkpoint = Checkpoint.of(checkpoint)
+        checkpoint = self._checked_checkpoint(checkpoint)
         with self._undisturbed(train_loader), self._all_or_nothing():
             progress = Progress(checkpoint, self._device, [train_loader])
             data = self._training_data(train_loader, max_data, progress_bar)
@@ -305,7 +300,7 @@ or None, default=None
                 )
                 progress.check(identity, self._linearizer)
             mean, home = self._linearizer.fn.flat(), self.fitter.home
-            fit = progress.finished(mean, home)
+            fit = progress.finished(mean, home, self.fitter.owned)
             if fit is None:
                 fit = self._without_data(data, balanced, progress_bar, progress)
                 progress.finish(fit)
@@ -388,6 +383,19 @@ or None, default=None
             data, start, progress_bar, validator, posterior, stopping, progress
         )
 
+    def _checked_checkpoint(
+        self, checkpoint: Checkpoint | str | os.PathLike[str] | None
+    ) -> Checkpoint | None:
+        """Where the progress of one process is kept."""
+        checkpoint = Checkpoint.of(checkpoint)
+        if checkpoint is not None and not self.collective.alone:
+            raise ValueError(
+                "checkpoint= is for a fit by one process, and "
+                f"{self.collective.size} fit together here. Leave it out, save "
+                "la.state_dict() after fit_basis(), or pass distributed=False."
+            )
+        return checkpoint
+
     def _check_balanced(self, train_loader: Any, balanced: bool | None) -> bool:
         """Refuse what cannot work, before anything is computed."""
         balanced = self.balanced if balanced is None else balanced
@@ -406,14 +414,20 @@ or None, default=None
 
     @jointly("train_loader")
     def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
-        """What `fit(train_loader)` would need, from one forward pass of one example."""
+        """What `fit(train_loader)` would need, from one forward pass of one example; a
+        stream is read once if it is for an exact fit."""
         check_data(train_loader)
         with self._undisturbed(train_loader):
             data, fitter = self._training_data(train_loader), self.fitter.agreed()
             probe = fitter.probe(data)
-            if data.n_examples is None:  # of a stream, as if there were enough
+            n_data = data.n_examples
+            if n_data is None and self.n_eigenvalues != "exact":
+                # Of a stream, as if there were enough.
                 return fitter.estimate(probe, self.subsample_size)
-            n_pairs = data.n_examples * math.prod(probe.output_shape)
+            if n_data is None:  # all of it counts
+                batches = fitter.batches(data.whole())
+                n_data = sum(batch_size(x, self.dict_key_x) for x, _ in batches)
+            n_pairs = n_data * math.prod(probe.output_shape)
             if self.n_eigenvalues == "exact" or fitter.takes_all(probe, n_pairs):
                 return fitter.estimate_exact(probe, n_pairs)
             return fitter.estimate(probe, n_pairs)

@@ -18,6 +18,7 @@ from laplace_ella.derivatives.model_function import unwrap
 from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.fitting.data import TrainingData, check_data
+from laplace_ella.fitting.fit import NO_BATCH
 from laplace_ella.fitting.memory import MemoryEstimate
 from laplace_ella.interface.joint import jointly
 from laplace_ella.posterior.outside import Complement, EvidenceOf
@@ -182,7 +183,9 @@ class ELLALLLaplace(ELLALaplace):
         """Find the last layer by a forward pass, if it is not known yet."""
         if self.last_layer_name is not None:
             return
-        x, _ = next(self.fitter.batches(data.few(1, 1)))
+        x, _ = next(self.fitter.batches(data.few(1, 1)), (None, None))
+        if x is None:
+            raise ValueError(NO_BATCH)
         self._linearizer.outputs(x)  # tells more clearly what is wrong than the search
         # Laplace's search hooks into the model, so it gets a copy.
         extractor = FeatureExtractor(deepcopy(unwrap(self.model)))

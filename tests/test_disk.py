@@ -73,14 +73,20 @@ def test_no_room_and_no_folder(tmp_path, monkeypatch):
     """A full disk, a missing folder and a GPU are told before any gradient."""
     with pytest.raises(ValueError, match="folder that can be written"):
         ELLALaplace(mlp(2, 2), "regression", scratch_dir=tmp_path / "none")
+    with pytest.raises(TypeError, match="path of a folder"):
+        ELLALaplace(mlp(2, 2), "regression", scratch_dir="")
     with pytest.raises(ValueError, match="basis_device='cuda"):
         ELLALaplace(
             mlp(2, 2), "regression", scratch_dir=tmp_path, basis_device="cuda:0"
         )
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage(1000))
-    with pytest.raises(InsufficientMemoryError, match=r"(?s)on disk.*1 kB are free"):
+    with pytest.raises(InsufficientMemoryError, match="folder with room"):
         fitted(scratch_dir=tmp_path, memory_budget=BUDGET, n_eigenvalues="exact")
+    with pytest.raises(InsufficientMemoryError, match=r"(?s)on disk.*1 kB are free"):
+        disk.tensor_on_disk((1000, 1000), torch.float64, tmp_path)
+    few = {"n_eigenvalues": 7, "subsample_size": 50, "memory_budget": BUDGET}
+    assert fitted(scratch_dir=tmp_path, **few).basis.method == "streaming"
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -90,6 +96,41 @@ def test_no_room_and_no_folder(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         fitted(scratch_dir=tmp_path, memory_budget=BUDGET, n_eigenvalues="exact")
     assert not list(tmp_path.iterdir())
+
+
+def mapped_bytes(folder):
+    """Bytes of files of a folder that are mapped into memory; None where unknown."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    lines = [line for line in maps.read_text().splitlines() if str(folder) in line]
+    spans = [line.split()[0].split("-") for line in lines]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
+
+
+def test_directions_stay_in_a_file(tmp_path):
+    """Converted ones do, and those of a fit that was read from its checkpoint."""
+    settings = {
+        "n_eigenvalues": "exact",
+        "scratch_dir": tmp_path,
+        "memory_budget": BUDGET,
+    }
+    x, y = data()
+    short = fitted(basis_dtype=torch.float32, **settings)
+    assert short.basis.directions.dtype == torch.float32
+    mapped = mapped_bytes(tmp_path)
+    assert mapped is None or mapped >= short.basis.directions.nbytes
+    expected = fitted(**settings)
+    for _ in range(2):  # the second time it is finished already
+        torch.manual_seed(0)
+        net = mlp(D, MANY // (D + C), C).double()
+        la = ELLALaplace(net, "regression", **settings)
+        la.fit(DataLoader(TensorDataset(x, y), 10), checkpoint=tmp_path / "fit.pt")
+        assert_close(la(x)[1], expected(x)[1], rtol=1e-6)
+    del short, expected
+    gc.collect()
+    mapped = mapped_bytes(tmp_path)
+    assert mapped is None or mapped >= la.basis.directions.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -74,7 +74,8 @@ def test_every_kind_of_stream():
     expected = fitted(DataLoader(TensorDataset(x, y), 7))
     prebatched = DataLoader(Shards(x.split(9), y.split(9)), batch_size=None)
     batches = list(zip(x.split(9), y.split(9), strict=True))
-    for loader in (prebatched, batches):
+    arrays = [(a, b.numpy()) for a, b in batches]
+    for loader in (prebatched, batches, arrays):
         assert_close(fitted(loader).H, expected.H)
 
     class OfMapping(nn.Module):
@@ -181,8 +182,10 @@ def test_streams_that_cannot_be_read():
     la = ELLALaplace(mlp(D, 5, C).double(), "regression")
     with pytest.raises(TypeError, match=r"(?s)generator.*only once.*__iter__"):
         la.fit((x, y) for _ in range(3))
-    with pytest.raises(ValueError, match="no batch"):
-        la.fit(DataLoader(Shards(x[:0], y[:0]), 7))
+    last = ELLALLLaplace(mlp(D, 5, C).double(), "regression")
+    for empty in (la, last):
+        with pytest.raises(ValueError, match="no batch"):
+            empty.fit(DataLoader(Shards(x[:0], y[:0]), 7))
     exact = ELLALaplace(
         mlp(D, 5, C).double(),
         "regression",
@@ -191,6 +194,7 @@ def test_streams_that_cannot_be_read():
     )
     with pytest.raises(MemoryError, match=f"all {N * C} gradients"):
         exact.fit(DataLoader(Shards(x, y), 7))
+    assert exact.estimate_memory(DataLoader(Shards(x, y), 7)).n_samples == N * C
     x, y = classification()
     la = ELLALaplace(mlp(D, 5, C).double(), "classification")
     with pytest.raises(ValueError, match=r"(?s)balanced.*stream \(Shards\)"):

@@ -257,7 +257,7 @@ def check_model(
         ) as bar:
             works, problems = _check_derivatives(patient, bar)
             _print_memory(patient)
-            if works and is_map_style(train):
+            if works:
                 found = _forecasts(patient, works, bar)
                 problems += _recommend(patient, found, float(time_budget))
     return problems

@@ -66,14 +66,14 @@ def estimate_method(
 ) -> Estimate:
     """What a method would need; ELLA is asked for its own estimate."""
     needs = estimate(method, problem, limit)
-    if needs.unsupported or not method.is_ella:
-        return needs
-    if not is_map_style(train_loader):
+    if method.functional is not None and not is_map_style(train_loader):
         why = (
-            "not supported: ELLA draws training examples by index and needs a "
-            "map-style data set (with __getitem__ and __len__)"
+            "not supported: laplace-torch's gp draws training examples by index and "
+            "needs a map-style data set (with __getitem__ and __len__)"
         )
         return replace(needs, unsupported=why)
+    if needs.unsupported or not method.is_ella:
+        return needs
 
     def build(**more: Any) -> Any:
         if method.structure[0] == "last_layer" and problem.last_layer is not None:

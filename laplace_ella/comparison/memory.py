@@ -155,8 +155,7 @@ def estimate_ella(
     method : Method
     build : callable
         further keyword arguments → the method's `ELLALaplace` with these
-    train_loader : DataLoader
-        of a map-style data set
+    train_loader : iterable
     device : torch.device
         of the model; the limit says nothing about a basis on another one
     batch : int

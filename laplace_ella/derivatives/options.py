@@ -39,8 +39,8 @@ class ComputeOptions:
     basis_dtype : torch.dtype, optional
         precision of the directions; that of the gradients if None
     basis_device : torch.device, optional
-        where the directions are kept; the model's device if None, the CPU if there is
-        a `scratch_dir`
+        where the directions are kept; if None the model's device, or the CPU if there
+        is a `scratch_dir`
     scratch_dir : str or PathLike, optional
         folder for a file with gradients that do not fit in memory
 
@@ -85,8 +85,6 @@ class ComputeOptions:
             )
         if self.scratch_dir is not None:
             settle("scratch_dir", check_folder(self.scratch_dir))
-            if self.basis_device is None:
-                settle("basis_device", "cpu")
         if self.basis_device is not None:
             settle("basis_device", torch.device(self.basis_device))
             if self.scratch_dir is not None and self.basis_device.type != "cpu":

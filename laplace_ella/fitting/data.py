@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from laplace_ella.fitting import sampling
 from laplace_ella.fitting.sampling import Pairs
 from laplace_ella.fitting.streams import Stream
-from laplace_ella.support.batches import Batch
+from laplace_ella.support.batches import Batch, with_tensor_targets
 from laplace_ella.support.checks import positive_int
 
 __all__ = [
@@ -149,6 +149,7 @@ class FirstExamples:
     def __iter__(self) -> Iterator[Any]:
         left = self.max_data
         for raw in self.loader:
+            raw = with_tensor_targets(raw)
             batch = Batch.of(raw, self.dict_key_x)
             yield raw if batch.size <= left else batch.take(slice(0, left)).inputs
             left -= batch.size

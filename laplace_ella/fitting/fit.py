@@ -43,6 +43,7 @@ from laplace_ella.posterior.shared_basis import SharedRowSketch
 from laplace_ella.posterior.subspace import UNKNOWN_SPAN, SubspacePosterior
 from laplace_ella.support.batches import batch_size, has_values, take
 from laplace_ella.support.checks import check_finite
+from laplace_ella.support.disk import copy_on_disk
 from laplace_ella.support.fingerprint import digest
 from laplace_ella.support.layout import Positions
 from laplace_ella.support.loaders import Rest, loader_batches
@@ -304,8 +305,13 @@ class Fitter(Planner):
                 basis = sketch.basis(self.plan.rank_limit, accurate)
             basis = basis.truncate(int((basis.explained < AUTO_ENERGY).sum()) + 1)
         dtype = self.linearizer.options.basis_dtype
-        if dtype is not None:
-            basis = dataclasses.replace(basis, directions=basis.directions.to(dtype))
+        if dtype is not None and dtype != basis.directions.dtype:
+            converted = basis.directions
+            if sketch.folder is None or len(converted) < sketch.keep:
+                converted = converted.to(dtype)
+            else:  # all directions, which are in a file
+                converted = copy_on_disk(converted, dtype, sketch.folder)
+            basis = dataclasses.replace(basis, directions=converted)
         return basis
 
     # The curvature

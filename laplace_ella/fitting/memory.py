@@ -215,7 +215,7 @@ def too_large_for_exact(
         f"parameters, {human_bytes(memory.needed)} on {device}; the budget is "
         f"{human_bytes(memory.budget)}. The largest n_eigenvalues that fits is "
         f"{largest}; or use fewer data, freeze parameters, raise memory_budget, or "
-        "name a folder for them, scratch_dir=."
+        "name a folder with room for them, scratch_dir= (of one process)."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.outside import Complement
 from laplace_ella.support.checks import positive_int
 from laplace_ella.support.collective import ALONE, Collective
+from laplace_ella.support.disk import copy_on_disk
 from laplace_ella.support.resources import budget_of
 from laplace_ella.support.span import Sketch
 
@@ -134,7 +136,10 @@ class Planner:
     @property
     def home(self) -> torch.device:
         """Where gradients are gathered and directions stay."""
-        return self.linearizer.options.basis_device or self.linearizer.device
+        options = self.linearizer.options
+        if options.basis_device is None and options.scratch_dir is not None:
+            return torch.device("cpu")
+        return options.basis_device or self.linearizer.device
 
     # What is taken
 
@@ -188,6 +193,13 @@ class Planner:
         if self.plan.n_eigenvalues == "auto":
             return max(sampled, AUTO_MAX_PAIRS)
         return sampled
+
+    def owned(self, directions: torch.Tensor) -> torch.Tensor:
+        """A copy that stays: in memory where it has room, else in a file, if there is a
+        folder for one."""
+        if self._folder is not None and directions.nbytes > self.budget:
+            return copy_on_disk(directions, directions.dtype, self._folder)
+        return directions.clone()
 
     # Memory
 
@@ -257,7 +269,8 @@ class Planner:
             return memory
         itemsize = itemsize or self.linearizer.dtype.itemsize
         filed = on_disk(memory, self.linearizer.n_params, itemsize)
-        return filed if filed.fits else memory
+        has_room = shutil.disk_usage(self._folder or ".").free >= filed.disk
+        return filed if filed.fits and has_room else memory
 
     @property
     def budget(self) -> int:

@@ -9,7 +9,7 @@ before, and leaves out the derivatives of the batches that were worked on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ __all__ = ["Added", "Evaluations", "Progress", "Sampled"]
 logger = logging.getLogger("laplace_ella")
 
 CPU = torch.device("cpu")
+
+#: Makes a copy of directions `(K, P)` that stays.
+Copy = Callable[[torch.Tensor], torch.Tensor]
 
 #: Stages, as they are called in a file.
 START, SAMPLING, ADDING, FINISHED = "start", "sampling", "adding", "finished"
@@ -247,11 +250,14 @@ class Progress:
 
     # Curvature
 
-    def started(self, mean: torch.Tensor, home: torch.device) -> Fit | None:
-        """The basis to which curvature is added, if it is there already."""
+    def started(
+        self, mean: torch.Tensor, home: torch.device, owned: Copy = torch.clone
+    ) -> Fit | None:
+        """The basis to which curvature is added, if it is there already; `owned` makes
+        the copy of its directions that stays."""
         if self._saved.get("stage") != ADDING:
             return None
-        return _owned_fit(self._saved["content"].pop("start"), mean, home)
+        return _owned_fit(self._saved["content"].pop("start"), mean, home, owned)
 
     def begin_adding(self, start: Fit) -> None:
         """Curvature is added to `start` from here on."""
@@ -298,12 +304,14 @@ class Progress:
 
     # The end
 
-    def finished(self, mean: torch.Tensor, home: torch.device) -> Fit | None:
+    def finished(
+        self, mean: torch.Tensor, home: torch.device, owned: Copy = torch.clone
+    ) -> Fit | None:
         """The fit, if it is complete."""
         content = self._take(FINISHED)
         if content is None:
             return None
-        fit = _owned_fit(content["fit"], mean, home)
+        fit = _owned_fit(content["fit"], mean, home, owned)
         return replace(fit, history=tuple(content["history"]))
 
     def finish(self, fit: Fit) -> None:
@@ -327,8 +335,12 @@ def _owned(state: Any) -> Any:
     return map_tensors(torch.clone, state)
 
 
-def _owned_fit(state: Mapping[str, Any], mean: torch.Tensor, home: torch.device) -> Fit:
-    return fit_from_state(_owned(state), mean, home)
+def _owned_fit(
+    state: Mapping[str, Any], mean: torch.Tensor, home: torch.device, owned: Copy
+) -> Fit:
+    others = {name: value for name, value in state.items() if name != "directions"}
+    directions = owned(state["directions"])
+    return fit_from_state({**_owned(others), "directions": directions}, mean, home)
 
 
 def _state_of_added(added: Added) -> dict[str, Any]:

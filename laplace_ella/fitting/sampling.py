@@ -49,8 +49,8 @@ def check_loader(loader: Any, name: str = "train_loader") -> None:
         )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"{name} wraps the iterable data set {type(dataset).__name__}. ELLA draws "
-            "random examples by index; wrap the data in a map-style data set (one "
+            f"{name} wraps the iterable data set {type(dataset).__name__}, and here "
+            "examples are drawn by index; wrap the data in a map-style data set (one "
             "with __getitem__ and __len__), for example list(dataset)."
         )
     if isinstance(loader, DataLoader) and loader.batch_sampler is None:

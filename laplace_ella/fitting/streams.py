@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from laplace_ella.fitting.sampling import Pairs
-from laplace_ella.support.batches import Batch, map_tensors
+from laplace_ella.support.batches import Batch, map_tensors, with_tensor_targets
 from laplace_ella.support.loaders import with_bar
 
 __all__ = ["READ_ONCE", "Reservoir", "Stream"]
@@ -119,7 +119,7 @@ class Stream:
     def few(self, n: int, batch_size: int) -> Iterator[Any]:
         seen = 0
         for raw in self.loader:
-            batch = Batch.of(raw, self.dict_key_x)
+            batch = Batch.of(with_tensor_targets(raw), self.dict_key_x)
             yield batch.take(slice(0, n - seen)).inputs
             seen += batch.size
             if seen >= n:
@@ -129,7 +129,7 @@ class Stream:
         """Read the stream once."""
         reservoir = Reservoir(n_outputs, n_pairs, rng)
         for raw in with_bar(self.loader, "[Reading the stream]", self.progress_bar):
-            reservoir.add(Batch.of(raw, self.dict_key_x))
+            reservoir.add(Batch.of(with_tensor_targets(raw), self.dict_key_x))
         reservoir.prune()
         return reservoir
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -25,6 +26,7 @@ __all__ = [
     "take",
     "tensors_of",
     "to_device",
+    "with_tensor_targets",
 ]
 
 
@@ -47,7 +49,8 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, torch.Tensor]:
             )
         return batch, torch.as_tensor(batch[dict_key_y])
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
+        x, y = with_tensor_targets(batch)
+        return x, y
     _refuse_graphs(batch)
     got = (
         f"a {type(batch).__name__} of length {len(batch)}"
@@ -58,6 +61,16 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, torch.Tensor]:
         f"Expected batches (inputs, targets) or a mapping, got {got}. "
         "Change the data set or the collate function of the loader."
     )
+
+
+def with_tensor_targets(batch: Any) -> Any:
+    """A pair (inputs, targets) whose targets, a list or an array, are a tensor, so that
+    they are cut as the inputs are; other batches as they are."""
+    if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
+        if len(batch) == 2 and not isinstance(batch[1], torch.Tensor):
+            if isinstance(batch[1], (list, tuple, np.ndarray)):
+                return type(batch)((batch[0], torch.as_tensor(batch[1])))
+    return batch
 
 
 # Containers of tensors

@@ -14,12 +14,14 @@ import torch
 from laplace_ella.errors import InsufficientMemoryError
 from laplace_ella.support.resources import human_bytes
 
-__all__ = ["check_folder", "tensor_on_disk"]
+__all__ = ["check_folder", "copy_on_disk", "tensor_on_disk"]
 
 
 def check_folder(folder: str | os.PathLike[str]) -> Path:
-    """A folder that can be written to."""
-    path = Path(folder)
+    """The absolute path of a folder that can be written to."""
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise TypeError(f"scratch_dir must be the path of a folder, got {folder!r}.")
+    path = Path(folder).expanduser().resolve()
     if not path.is_dir() or not os.access(path, os.W_OK):
         raise ValueError(
             f"scratch_dir must be a folder that can be written to, got {str(folder)!r}."
@@ -49,3 +51,13 @@ def tensor_on_disk(
         mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=(n_bytes,))
     flat = torch.from_numpy(mapped)[: math.prod(shape) * dtype.itemsize]
     return flat.view(dtype).view(shape)
+
+
+def copy_on_disk(
+    tensor: torch.Tensor, dtype: torch.dtype, folder: Path
+) -> torch.Tensor:
+    """A copy in a file, in that precision; row by row, so that it needs no memory."""
+    copy = tensor_on_disk(tuple(tensor.shape), dtype, folder)
+    for row, source in zip(copy, tensor, strict=True):
+        row.copy_(source)
+    return copy
