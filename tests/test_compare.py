@@ -201,7 +201,8 @@ def test_seeds_are_reproducible_and_differ(classification):
 
     two = values(seeds=[0, 1])
     assert len(set(two)) == 2
-    assert values(seeds=[1]) == two[1:]
+    # Up to rounding, which the way of differentiating decides that was faster.
+    assert values(seeds=[1]) == pytest.approx(two[1:], rel=1e-6)
 
 
 def test_temperature_scaling_is_at_the_minimum(classification):
