@@ -18,16 +18,14 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-#: What only the host of the repository reads.
-NOT_RELEASED = (".ci/", ".github/", ".gitignore")
 #: What building adds to a source distribution.
 MADE = re.compile(r"PKG-INFO|setup\.cfg|laplace_ella\.egg-info/.*")
 
 
 def tracked() -> set[str]:
-    """Files of the repository that are to be released."""
+    """Files of the repository."""
     listing = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
-    return {name for name in listing.splitlines() if not name.startswith(NOT_RELEASED)}
+    return set(listing.splitlines())
 
 
 def check_contents(folder: Path) -> None:

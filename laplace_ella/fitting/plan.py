@@ -263,13 +263,13 @@ class Planner:
     ) -> MemoryEstimate:
         """The same in a file, where there is a folder for one and memory does not
         suffice."""
-        if self.linearizer.options.scratch_dir is None or not self.collective.alone:
+        if self._folder is None or not self.collective.alone:
             return memory
         if memory.method == "exact" and memory.fits:
             return memory
         itemsize = itemsize or self.linearizer.dtype.itemsize
         filed = on_disk(memory, self.linearizer.n_params, itemsize)
-        has_room = shutil.disk_usage(self._folder or ".").free >= filed.disk
+        has_room = shutil.disk_usage(self._folder).free >= filed.disk
         return filed if filed.fits and has_room else memory
 
     @property

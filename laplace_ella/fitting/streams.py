@@ -21,6 +21,9 @@ READ_ONCE = (
     "pass starts anew."
 )
 
+#: Examples of a reservoir that make one batch.
+TOGETHER = 32
+
 
 class Reservoir:
     """A uniform sample of the pairs (x, i) of a stream, with the inputs themselves.
@@ -157,13 +160,12 @@ class Stream:
         return pairs
 
     def chosen(self, examples: np.ndarray) -> Iterator[Any]:
-        size = 32
         kept = [self._reservoir.kept[i] for i in examples.tolist()]
         # Batches that were padded each to its own length do not go together.
         for _, alike in groupby(kept, key=lambda batch: batch.signature):
             group = list(alike)
-            for start in range(0, len(group), size):
-                some = group[start : start + size]
+            for start in range(0, len(group), TOGETHER):
+                some = group[start : start + TOGETHER]
                 leaves = zip(*(batch.leaves for batch in some), strict=True)
                 yield (
                     some[0]

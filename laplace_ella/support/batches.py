@@ -66,10 +66,9 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, torch.Tensor]:
 def with_tensor_targets(batch: Any) -> Any:
     """A pair (inputs, targets) whose targets, a list or an array, are a tensor, so that
     they are cut as the inputs are; other batches as they are."""
-    if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
-        if len(batch) == 2 and not isinstance(batch[1], torch.Tensor):
-            if isinstance(batch[1], (list, tuple, np.ndarray)):
-                return type(batch)((batch[0], torch.as_tensor(batch[1])))
+    pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if pair and isinstance(batch[1], (list, tuple, np.ndarray)):
+        return batch[0], torch.as_tensor(batch[1])
     return batch
 
 
