@@ -8,7 +8,7 @@ from laplace_ella.comparison.compare import compare
 from laplace_ella.comparison.methods import Method, available_methods, default_methods
 from laplace_ella.comparison.report import Report
 from laplace_ella.derivatives.features import FeatureMode
-from laplace_ella.derivatives.linearizer import Modes
+from laplace_ella.derivatives.modes import Modes
 from laplace_ella.derivatives.options import ComputeOptions
 from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.diagnostics.diagnose import Diagnostics, diagnose

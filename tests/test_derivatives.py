@@ -17,8 +17,9 @@ from laplace_ella.derivatives.features import (
     by_forward_loop,
     by_reverse,
 )
-from laplace_ella.derivatives.linearizer import Linearizer, Modes
+from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.model_function import ModelFunction
+from laplace_ella.derivatives.modes import Modes
 from laplace_ella.derivatives.options import ComputeOptions
 from laplace_ella.derivatives.rows import RowMode, pull_back
 from laplace_ella.derivatives.sizes import Activations, PassSizes

@@ -19,13 +19,14 @@ from torch import nn
 
 from laplace_ella.derivatives.backends import Curvature, resolve
 from laplace_ella.derivatives.features import FeatureMode
-from laplace_ella.derivatives.linearizer import Linearizer, Modes
+from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.model_function import (
     ModelFunction,
     matching_names,
     refuse_sharded,
     unwrap,
 )
+from laplace_ella.derivatives.modes import Modes
 from laplace_ella.derivatives.options import ComputeOptions
 from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.errors import NotFittedError, NumericalWarning, warn_caller
