@@ -10,13 +10,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_ella.derivatives import linearizer as module
-from laplace_ella.derivatives import sizes
+from laplace_ella.derivatives import passes, sizes
 from laplace_ella.derivatives.features import (
     FeatureMode,
     by_forward,
     by_forward_loop,
     by_reverse,
 )
+from laplace_ella.derivatives.folding import FoldedFunction
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import Modes
@@ -362,7 +363,8 @@ class Trials:
             self.sizes.append(n)
             return original(way, n, measure)
 
-        monkeypatch.setattr(module, "attempt", attempt)
+        for user in (module, passes):
+            monkeypatch.setattr(user, "attempt", attempt)
 
 
 def test_decisions_are_kept_for_each_rank(monkeypatch):
@@ -483,11 +485,15 @@ def test_channels_last_inside():
     model = model.eval().to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 7, 7).to(memory_format=torch.channels_last)
     fn, V = function(model), directions(model, 3)
+    folded = FoldedFunction(fn, linearize(model).probe(x).folds)
+    assert folded.folds
     batch, units = Batch.of(x, "input_ids"), lambda f: torch.eye(2)
     for way in (
-        lambda: by_forward(fn, x, V),
-        lambda: by_forward_loop(fn, x, V),
-        lambda: by_reverse(fn, batch, V, units),
+        lambda: by_forward(fn, x, fn.push(V)),
+        lambda: by_forward_loop(fn, x, fn.push(V)),
+        lambda: by_reverse(fn, batch, fn.push(V), units),
+        lambda: by_forward(folded, x, folded.push(V)),
+        lambda: by_reverse(folded, batch, folded.push(V), units),
     ):
         with torch.no_grad(), Convolutions() as convolutions:
             way()

@@ -26,6 +26,7 @@ from laplace_ella.support.preserve import full_precision
 __all__ = [
     "FeatureMode",
     "Features",
+    "Tangents",
     "by_double_vjp",
     "by_forward",
     "by_forward_loop",
@@ -99,51 +100,43 @@ class Features:
         return torch.stack(flags).all()
 
 
-def _tangents(
-    fn: ModelFunction, params: tuple[torch.Tensor, ...], directions: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Directions `(K, P)` as parameters `(K, *shape)`, in the parameters' dtypes."""
-    return tuple(
-        t.to(device=p.device, dtype=p.dtype)
-        for t, p in zip(fn.split(directions), params, strict=True)
-    )
+#: Directions as changes of the parameters of a `ModelFunction`, `(K, *shape)` each.
+Tangents = tuple[torch.Tensor, ...]
 
 
 def by_forward(
-    fn: ModelFunction, x: Any, directions: torch.Tensor
+    fn: ModelFunction, x: Any, tangents: Tangents
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All tangents of directions `(K, P)` in one batched forward pass.
+    """All tangents in one batched forward pass.
 
     The primal is not batched over the tangents, so it is computed once.
     """
     params, dtype = fn.parameters(), fn.dtype
 
-    def push(tangents: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        f, column = jvp(lambda *p: fn(p, x).flatten(1), params, tangents)[:2]
+    def push(tangent: Tangents) -> tuple[torch.Tensor, torch.Tensor]:
+        f, column = jvp(lambda *p: fn(p, x).flatten(1), params, tangent)[:2]
         return f, column
 
     out_dims: Any = (None, -1)
-    f, phi = vmap(push, out_dims=out_dims, randomness="same")(
-        _tangents(fn, params, directions)
-    )
+    f, phi = vmap(push, out_dims=out_dims, randomness="same")(_like(tangents, params))
     return f.to(dtype), phi.to(dtype)
 
 
 def by_forward_loop(
-    fn: ModelFunction, x: Any, directions: torch.Tensor
+    fn: ModelFunction, x: Any, tangents: Tangents
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, one tangent after the other, for models that `vmap` refuses."""
     params, dtype = fn.parameters(), fn.dtype
     pairs = [
-        jvp(lambda *p: fn(p, x).flatten(1), params, tangents)[:2]
-        for tangents in zip(*_tangents(fn, params, directions), strict=True)
+        jvp(lambda *p: fn(p, x).flatten(1), params, tangent)[:2]
+        for tangent in zip(*_like(tangents, params), strict=True)
     ]
     columns = [column.to(dtype) for _, column in pairs]
     return pairs[0][0].to(dtype), torch.stack(columns, dim=-1)
 
 
 def by_double_vjp(
-    fn: ModelFunction, x: Any, directions: torch.Tensor, create_graph: bool = False
+    fn: ModelFunction, x: Any, tangents: Tangents, create_graph: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as the derivative of u ↦ uᵀJ, which is linear in u, at v_k."""
     dtype = fn.dtype
@@ -157,11 +150,11 @@ def by_double_vjp(
         )
         used = [i for i, g in enumerate(pulled) if g.requires_grad]
         columns = []
-        for tangents in zip(*_tangents(fn, params, directions), strict=True):
+        for tangent in zip(*_like(tangents, params), strict=True):
             (column,) = torch.autograd.grad(
                 [pulled[i] for i in used],
                 u,
-                [tangents[i] for i in used],
+                [tangent[i] for i in used],
                 retain_graph=True,
                 create_graph=create_graph,
             )
@@ -171,7 +164,7 @@ def by_double_vjp(
 
 
 def by_reverse(
-    fn: ModelFunction, batch: Batch, directions: torch.Tensor, cotangents: Cotangents
+    fn: ModelFunction, batch: Batch, tangents: Tangents, cotangents: Cotangents
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of the Jacobian times V, for combinations of outputs `(o, O)`:
     outputs (B, O) and (B, o, K), without putting the Jacobian together.
@@ -179,8 +172,8 @@ def by_reverse(
     Each parameter's gradients are multiplied by its part of V as they are: the copy
     into one matrix would cost more than the products.
     """
-    dtype, device = fn.dtype, directions.device
-    pieces = directions.to(dtype).split(fn.numels(), dim=1)  # (K, p_l) each
+    dtype, device = fn.dtype, tangents[0].device
+    pieces = [t.flatten(1).to(dtype) for t in tangents]  # (K, p_l) each
 
     def project(grads: tuple[torch.Tensor, ...]) -> torch.Tensor:
         with full_precision(device):
@@ -198,11 +191,23 @@ def by_reverse(
 def by_reverse_loop(
     fn: ModelFunction,
     batch: Batch,
-    directions: torch.Tensor,
+    tangents: Tangents,
     cotangents: Cotangents,
     create_graph: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, one backward pass per combination and example."""
     f, J = jacobian_by_loop(fn, batch, cotangents, create_graph)
-    with full_precision(directions.device):
-        return f, J @ directions.T.to(J)
+    grads = J.split(fn.numels(), dim=-1)
+    with full_precision(J.device):
+        products = [
+            g @ t.flatten(1).T.to(g) for g, t in zip(grads, tangents, strict=True)
+        ]
+        return f, torch.stack(products).sum(0)
+
+
+def _like(tangents: Tangents, params: tuple[torch.Tensor, ...]) -> Tangents:
+    """Tangents in the dtypes of the parameters, which forward mode asks for."""
+    return tuple(
+        t.to(device=p.device, dtype=p.dtype)
+        for t, p in zip(tangents, params, strict=True)
+    )

@@ -12,25 +12,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from laplace_ella.derivatives.features import (
-    FeatureMode,
-    Features,
-    by_double_vjp,
-    by_forward,
-    by_forward_loop,
-    by_reverse,
-    by_reverse_loop,
-)
+from laplace_ella.derivatives.features import FeatureMode, Features
+from laplace_ella.derivatives.folding import FoldedFunction, FoldFinder, FoldingError
 from laplace_ella.derivatives.libraries import LIBRARIES, check_rows, rows_by_backend
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import Modes
 from laplace_ella.derivatives.options import ComputeOptions
+from laplace_ella.derivatives.passes import FeaturePasses, Way
 from laplace_ella.derivatives.probe import Probe, checked_outputs
 from laplace_ella.derivatives.residuals import residual_parts
 from laplace_ella.derivatives.rows import (
@@ -47,9 +41,15 @@ from laplace_ella.derivatives.sizes import (
     PassSizes,
     activation_bytes,
 )
-from laplace_ella.derivatives.trials import Trial, attempt, winner
+from laplace_ella.derivatives.trials import (
+    FEWEST_EXAMPLES,
+    Trial,
+    attempt,
+    repeated,
+    winner,
+)
 from laplace_ella.errors import InsufficientMemoryError
-from laplace_ella.support.batches import Batch, chunks, has_values
+from laplace_ella.support.batches import Batch, chunks
 from laplace_ella.support.layout import OutputLayout, Positions, check_outputs
 from laplace_ella.support.metric import Metric, split_gradients
 from laplace_ella.support.preserve import (
@@ -64,24 +64,9 @@ __all__ = ["Linearizer", "Probe"]
 
 logger = logging.getLogger("laplace_ella")
 
-#: Directions that are fetched at once from another device.
-OFFLOADED_BLOCK = 8
-
-#: Costs further apart than this are not worth a measurement.
-CLEAR_RATIO = 3.0
-
-#: Examples of a trial, at least: a first batch may be smaller than those to come.
-FEWEST_EXAMPLES = 16
-
-#: Directions of a trial of a way that takes them one after the other.
-FEW_DIRECTIONS = 4
-
 #: Outputs of a trial, at most.
 FEW_OUTPUTS = 64
 
-
-#: Outputs and features of one pass.
-Way = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 #: Everything chosen automatically.
 DEFAULT = ComputeOptions()
@@ -146,7 +131,7 @@ class Linearizer:
 
     @property
     def device(self) -> torch.device:
-        return next(self.fn.model.parameters()).device
+        return self.fn.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -258,15 +243,26 @@ class Linearizer:
     def _batch(self, x: Any) -> Batch:
         return Batch.of(x, self.dict_key_x)
 
+    def _kind(self, batch: Batch) -> tuple[Any, ...]:
+        """Inputs that are alike in what a `Probe` tells."""
+        return self._autocast, batch.signature
+
     def _probe(self, batch: Batch) -> Probe:
-        key = (self._autocast, batch.signature)
+        key = self._kind(batch)
         if key not in self._probes:
             if not batch.size:
                 return self._probe_of_nothing(batch)
             one = batch.take(slice(0, 1)).detach()
-            run = self.fn.prepare(self.fn.parameters(), one.inputs)
+            finders: list[FoldFinder] = []
+
+            def watch(state: dict[str, torch.Tensor]) -> FoldFinder:
+                finders.append(FoldFinder(state))
+                return finders[-1]
+
+            run = self.fn.watched(one.inputs, watch)
             f, activations = activation_bytes(self._run, one, run)
-            self._probes[key] = Probe(tuple(f.shape[1:]), activations)
+            folds = finders[-1].folds
+            self._probes[key] = Probe(tuple(f.shape[1:]), activations, folds)
         return self._probes[key]
 
     def _probe_of_nothing(self, batch: Batch) -> Probe:
@@ -363,11 +359,12 @@ class Linearizer:
 
             def trial(mode: RowMode, n: int) -> Trial:
                 index = torch.arange(n, device=examples.device) % len(examples)
-                return self._attempt(
+                return attempt(
                     lambda m: self._row_function(mode)(
                         self.fn, batch, examples[index[:m]], cotangents[index[:m]]
                     ),
                     n,
+                    self.fn.has_values,
                 )
 
             mode = self._vmap_or_loop(
@@ -388,11 +385,6 @@ class Linearizer:
                 RowMode.LOOP: trial(RowMode.LOOP, min(n, 2)).handicapped(),
             }
         )
-
-    def _attempt(self, way: Callable[[int], object], n: int) -> Trial:
-        """A trial on n examples; no timing where tensors have no values."""
-        with differentiable_kernels(), torch.no_grad():
-            return attempt(way, n, has_values(self.fn.parameters()[0]))
 
     def project(
         self, x: Any, cotangents: torch.Tensor, directions: torch.Tensor
@@ -501,9 +493,11 @@ class Linearizer:
         ways = {RowMode.VMAP: jacobian_by_vmap, RowMode.LOOP: jacobian_by_loop}
 
         def trial(mode: RowMode, n: int) -> Trial:
-            many = self._repeated(batch, n)
-            return self._attempt(
-                lambda m: ways[mode](self.fn, many.take(slice(0, m)), cotangents), n
+            many = repeated(batch, n, self.device)
+            return attempt(
+                lambda m: ways[mode](self.fn, many.take(slice(0, m)), cotangents),
+                n,
+                self.fn.has_values,
             )
 
         sizes = self.sizes(self._probe(batch))
@@ -512,12 +506,6 @@ class Linearizer:
         self._jacobian_modes[key] = mode
         logger.info("Jacobians by %s", mode.value)
         return mode
-
-    def _repeated(self, batch: Batch, n: int) -> Batch:
-        """n examples for a trial, over and over again if there are fewer."""
-        if n <= batch.size:
-            return batch.take(slice(0, n))
-        return batch.take(torch.arange(n, device=self.device) % batch.size)
 
     def _check_result(self, what: str, numbers: int) -> None:
         """Refuse a result that cannot fit, before anything is computed."""
@@ -554,24 +542,15 @@ class Linearizer:
             f = self._nothing(positions.n_channels)
             phi = self._nothing(selection.n_channels, len(directions))
             return Features(f, phi, positions, outputs=selection.channels(f))
-        mode, together = self._feature_mode(batch, directions, selection)
-        f, columns = None, []
-        for block in self._blocks(mode, batch, directions):
-            block = block.to(self.device, self.dtype)
-            compute = self._feature_function(
-                mode, together, block, selection, create_graph
-            )
-            at_once = self._examples_at_once(
-                mode, together, batch, len(block), selection
-            )
-            with differentiable_kernels():
-                parts = [
-                    compute(batch.take(part)) for part in chunks(batch.size, at_once)
-                ]
-            f, phi = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-            columns.append(phi)
-        assert f is not None
-        phi = columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
+        passes = self._passes(batch, selection)
+        try:
+            mode, together = self._feature_mode(passes, batch, directions)
+            f, phi = passes.run(mode, together, batch, directions, create_graph)
+        except FoldingError as error:  # the model changed, or goes by its inputs
+            logger.info("normalisations are not folded: %s", error)
+            unfolded = replace(self._probe(batch), folds=())
+            self._probes[self._kind(batch)] = unfolded
+            return self.features(x, directions, create_graph, top)
         f = positions.rows(f)
         outputs = selection.channels(f)
         if mode is FeatureMode.REVERSE or outputs is None:
@@ -580,192 +559,28 @@ class Linearizer:
         phi = positions.rows(phi).take_along_dim(outputs.unsqueeze(-1), 1)
         return Features(f, phi, positions, outputs=outputs)
 
-    def _blocks(
-        self, mode: FeatureMode, batch: Batch, directions: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Directions that are worked on at once."""
-        if directions.device != self.device:
-            return directions.split(OFFLOADED_BLOCK)
-        if mode is FeatureMode.REVERSE:
-            return (directions,)
-        return directions.split(self.sizes(self._probe(batch)).tangents_at_once)
-
-    def _examples_at_once(
-        self,
-        mode: FeatureMode,
-        together: bool,
-        batch: Batch,
-        n_directions: int,
-        selection: Selection,
-    ) -> int:
-        sizes = self.sizes(self._probe(batch))
-        if mode is FeatureMode.REVERSE:
-            return sizes.rows_at_once(selection.size)
-        together = together and mode is FeatureMode.FORWARD
-        return sizes.examples_at_once(n_directions if together else 1)
-
-    def _feature_function(
-        self,
-        mode: FeatureMode,
-        together: bool,
-        V: torch.Tensor,
-        selection: Selection,
-        create_graph: bool,
-    ) -> Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]:
-        """Outputs (b, O) and features (b, O, k) of the examples of one pass, for the
-        directions Vᵀ (k, P); reverse mode has features of the selected outputs only.
-        """
-
-        def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            way = self._maybe_compiled(by_forward) if together else by_forward_loop
-            with torch.set_grad_enabled(create_graph):
-                return way(self.fn, batch.inputs, V)
-
-        def reverse(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            order = torch.arange(selection.size, device=self.device)
-            blocks = [
-                selection.cotangents(numbers, self.dtype)
-                for numbers in order.split(self._outputs_at_once(batch, selection))
-            ]
-            if together:
-                # Deep networks take minutes to compile in reverse mode: not unasked.
-                asked = self.options.feature_mode is FeatureMode.REVERSE
-                way = self._maybe_compiled(by_reverse) if asked else by_reverse
-                with torch.set_grad_enabled(create_graph):
-                    parts = [way(self.fn, batch, V, block) for block in blocks]
-            else:
-                parts = [
-                    by_reverse_loop(self.fn, batch, V, block, create_graph)
-                    for block in blocks
-                ]
-            return parts[0][0], torch.cat([phi for _, phi in parts], dim=1)
-
-        def double_vjp(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            return by_double_vjp(self.fn, batch.inputs, V, create_graph)
-
-        ways = {
-            FeatureMode.FORWARD: forward,
-            FeatureMode.REVERSE: reverse,
-            FeatureMode.DOUBLE_VJP: double_vjp,
-        }
-        return ways[mode]
-
-    def _maybe_compiled(self, way: Way) -> Way:
-        """One way to compute features, compiled at first use if that was asked for."""
-        asked = self.options.compile
-        if not asked:
-            return way
-        if way not in self._compiled:
-            settings = asked if isinstance(asked, dict) else {}
-            self._compiled[way] = torch.compile(way, **settings)
-        return self._compiled[way]
-
     def _feature_mode(
-        self, batch: Batch, directions: torch.Tensor, selection: Selection
+        self, passes: FeaturePasses, batch: Batch, directions: torch.Tensor
     ) -> tuple[FeatureMode, bool]:
-        """The fastest way that works, on as many examples as it will be.
-
-        Where the expected costs are far apart the cheaper way is only tried; where
-        they are close both are timed.
-        """
-        asked = self.options.feature_mode
-        key = (self._autocast, len(directions), selection.limit)
-        if key in self._feature_modes:
-            return self._feature_modes[key]
-        batch = batch.detach()  # counting operations fails on inputs with a graph
-        forward = partial(self._try_forward, batch, directions, selection)
-        reverse = partial(self._try_reverse, batch, directions, selection)
-        if asked is FeatureMode.REVERSE:
-            trials = reverse()
-        elif asked is not FeatureMode.AUTO:
-            trials = forward()
-        else:
-            cost = self._costs(batch, len(directions), selection)
-            advantage = cost[FeatureMode.REVERSE] / cost[FeatureMode.FORWARD]
-            first, second = (reverse, forward) if advantage < 1 else (forward, reverse)
-            trials = first()
-            clear = max(advantage, 1 / advantage) > CLEAR_RATIO
-            if not clear or all(t.error is not None for t in trials.values()):
-                trials |= {way: t.handicapped() for way, t in second().items()}
-        self._feature_modes[key] = winner(trials)
-        logger.info("features by %s", self._feature_modes[key][0].value)
+        """The fastest way that works, found out once."""
+        key = (self._autocast, len(directions), passes.selection.limit)
+        if key not in self._feature_modes:
+            self._feature_modes[key] = passes.fastest(batch.detach(), directions)
+            logger.info("features by %s", self._feature_modes[key][0].value)
         return self._feature_modes[key]
 
-    def _try_forward(
-        self, batch: Batch, directions: torch.Tensor, selection: Selection
-    ) -> dict[tuple[FeatureMode, bool], Trial]:
-        """Forward mode in both ways and, where it fails, its replacement."""
-        asked = self.options.feature_mode
-        trials: dict[tuple[FeatureMode, bool], Trial] = {}
-        if asked in (FeatureMode.FORWARD, FeatureMode.AUTO):
-            # Together is faster for most layers; one after the other for depthwise
-            # convolutions, which `vmap` makes slow.
-            way = FeatureMode.FORWARD, True
-            together = trials[way] = self._try(*way, batch, directions, selection)
-            if not self.options.compile or together.error is not None:
-                way = FeatureMode.FORWARD, False
-                one_by_one = self._try(*way, batch, directions, selection)
-                trials[way] = one_by_one.handicapped()
-        if asked is not FeatureMode.FORWARD:
-            if all(t.error is not None for t in trials.values()):
-                way = FeatureMode.DOUBLE_VJP, True
-                trials[way] = self._try(*way, batch, directions, selection)
-        return trials
-
-    def _try_reverse(
-        self, batch: Batch, directions: torch.Tensor, selection: Selection
-    ) -> dict[tuple[FeatureMode, bool], Trial]:
-        """Reverse mode in the ways that `row_mode` leaves open."""
-        asked, mode = self.options.row_mode, FeatureMode.REVERSE
-        trials = {}
-        if asked is not RowMode.LOOP:
-            trials[mode, True] = self._try(mode, True, batch, directions, selection)
-        if asked is not RowMode.VMAP:
-            one_by_one = self._try(mode, False, batch, directions, selection)
-            trials[mode, False] = one_by_one.handicapped()
-        return trials
-
-    def _try(
-        self,
-        mode: FeatureMode,
-        together: bool,
-        batch: Batch,
-        directions: torch.Tensor,
-        selection: Selection,
-    ) -> Trial:
-        """Seconds per example of all directions, from the first block of them."""
-        block = self._blocks(mode, batch, directions)[0]
-        one_by_one = mode is FeatureMode.FORWARD and not together
-        if one_by_one or mode is FeatureMode.DOUBLE_VJP:
-            block = block[:FEW_DIRECTIONS]
-        at_once = self._examples_at_once(mode, together, batch, len(block), selection)
-        n = min(at_once, max(batch.size, FEWEST_EXAMPLES))
-        if mode is FeatureMode.REVERSE and not together:
-            n = min(n, 2)  # a loop takes as long per example on a few
-        many = self._repeated(batch, n)
-        block = block.to(self.device, self.dtype)
-        compute = self._feature_function(
-            mode, together, block, selection, create_graph=False
-        )
-        trial = self._attempt(lambda m: compute(many.take(slice(0, m))), n)
-        return trial.times(len(directions) / len(block))
-
-    def _costs(
-        self, batch: Batch, rank: int, selection: Selection
-    ) -> dict[FeatureMode, float]:
-        """Expected costs of one example's features, in forward passes."""
-        one = batch.take(slice(0, 1))
-        # Fused attention is one operator, whose multiplications are not counted.
-        kernels, counter = differentiable_kernels(), FlopCounterMode(display=False)
-        with torch.no_grad(), kernels, counter:
-            self.fn(self.fn.parameters(), one.inputs)
-        multiplications = max(counter.get_total_flops() / 2, self.n_params)
-        product = selection.size * self.n_params * rank / multiplications
-        return {
-            FeatureMode.FORWARD: 2 * rank + 1,
-            FeatureMode.DOUBLE_VJP: 3 * rank + 2,
-            FeatureMode.REVERSE: 2 * selection.size + 1 + product,
+    def _passes(self, batch: Batch, selection: Selection) -> FeaturePasses:
+        probe, fn = self._probe(batch), self.fn
+        # Compilers fuse normalisations by themselves; in low precision folded weights
+        # would be those of another model.
+        exact = not self._autocast and {p.dtype for p in fn.parameters()} == {
+            self.dtype
         }
+        if probe.folds and exact and not self.options.compile:
+            fn = FoldedFunction(fn, probe.folds)
+        return FeaturePasses(
+            fn, self.sizes(probe), selection, self.options, self._compiled
+        )
 
     # Features and residuals
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from laplace_ella.support.batches import map_tensors
+from laplace_ella.support.batches import has_values, map_tensors
 
 __all__ = ["ModelFunction", "matching_names", "refuse_sharded", "unwrap"]
 
@@ -89,15 +90,24 @@ class ModelFunction:
     ) -> None:
         self.model = model
         self.names = tuple(names)
-        self._asked_dtype = dtype
+        self.asked_dtype = dtype
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of rows, features and basis: the parameters', float32 at least."""
         dtype = torch.float32
         for p in self._chosen():
-            dtype = torch.promote_types(dtype, self._asked_dtype or p.dtype)
+            dtype = torch.promote_types(dtype, self.asked_dtype or p.dtype)
         return dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def has_values(self) -> bool:
+        """Not so for fake tensors, with which only shapes are computed."""
+        return has_values(next(self.model.parameters()))
 
     def parameters(self) -> tuple[torch.Tensor, ...]:
         """The current values, detached; without another dtype they share memory."""
@@ -123,6 +133,11 @@ class ModelFunction:
             for piece, shape in zip(pieces, shapes, strict=True)
         )
 
+    def push(self, directions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Directions `(K, P)` as changes of what this is a function of,
+        `(K, *shape)` each."""
+        return self.split(directions)
+
     def __call__(
         self, params: Sequence[torch.Tensor], x: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -132,24 +147,50 @@ class ModelFunction:
         self, params: Sequence[torch.Tensor], x: Any, **kwargs: Any
     ) -> Callable[[], torch.Tensor]:
         """The same in two steps: copy what the model may write to, then call it."""
-        chosen = dict(zip(self.names, params, strict=True))
-        # Detached, so that no graph is built through the layers below them.
-        others = {
-            name: self._cast(p.detach())
-            for name, p in self.model.named_parameters()
-            if name not in chosen
-        }
+        return self._prepared(dict(zip(self.names, params, strict=True)), x, kwargs)
+
+    def watched(
+        self, x: Any, watch: Callable[[dict[str, torch.Tensor]], AbstractContextManager]
+    ) -> Callable[[], torch.Tensor]:
+        """`prepare` with the current parameters, for a call in a context that knows
+        the model's tensors by name."""
+        chosen = dict(zip(self.names, self.parameters(), strict=True))
+        return self._prepared(chosen, x, {}, watch)
+
+    def _prepared(
+        self,
+        chosen: dict[str, torch.Tensor],
+        x: Any,
+        kwargs: dict[str, Any],
+        context: Callable[
+            [dict[str, torch.Tensor]], AbstractContextManager
+        ] = nullcontext,
+    ) -> Callable[[], torch.Tensor]:
         # Copies, made inside any transform: a forward pass may count in place. The
         # inputs are copied always: they are small beside the activations.
         buffers = {name: self._copy(b) for name, b in self.model.named_buffers()}
         x, kwargs = map_tensors(self._copy, x), map_tensors(self._copy, kwargs)
-        state = {**buffers, **others, **chosen}
+        state = {**buffers, **self._others(chosen), **chosen}
 
         def run() -> torch.Tensor:
-            f = functional_call(self.model, state, (x,), kwargs)
+            with context(state):
+                f = functional_call(self.model, state, (x,), kwargs)
             return f if isinstance(f, torch.Tensor) else getattr(f, "logits", f)
 
         return run
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """All tensors of the model but the P parameters, by name."""
+        buffers = {name: self._cast(b) for name, b in self.model.named_buffers()}
+        return {**buffers, **self._others(self.names)}
+
+    def _others(self, chosen: Container[str]) -> dict[str, torch.Tensor]:
+        # Detached, so that no graph is built through the layers below them.
+        return {
+            name: self._cast(p.detach())
+            for name, p in self.model.named_parameters()
+            if name not in chosen
+        }
 
     def _chosen(self) -> list[nn.Parameter]:
         named = dict(self.model.named_parameters())
@@ -157,7 +198,7 @@ class ModelFunction:
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         floating = tensor.is_floating_point()
-        return tensor.to(self._asked_dtype) if floating else tensor
+        return tensor.to(self.asked_dtype) if floating else tensor
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         cast = self._cast(tensor)

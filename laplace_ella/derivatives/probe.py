@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from laplace_ella.derivatives.folding import Fold
 from laplace_ella.derivatives.sizes import Activations
 from laplace_ella.support.batches import Batch
 from laplace_ella.support.layout import OutputLayout, check_outputs
@@ -27,10 +28,13 @@ class Probe:
         shape of the model's output without the batch dimension
     activations : Activations
         bytes of its intermediate results
+    folds : tuple of Fold
+        normalisations that can be folded into the layers before them
     """
 
     output_shape: tuple[int, ...]
     activations: Activations
+    folds: tuple[Fold, ...] = ()
 
 
 def checked_outputs(

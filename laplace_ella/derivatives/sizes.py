@@ -30,7 +30,7 @@ TANGENT_BYTES = {"cpu": (2**23, 3 * 2**23), "cuda": (2**29, 2**29)}
 GRADIENT_BYTES = {"cpu": 2**25, "cuda": 2**30}
 
 #: Gradients of a reverse-mode pass that are worth more memory than that.
-ENOUGH_GRADIENTS = 64
+ENOUGH_GRADIENTS = 40
 
 #: Tangents of a forward-mode pass that are worth the upper limit, and those that are
 #: worth more: fewer would spend their time on computing the outputs over and over.

@@ -10,18 +10,27 @@ from typing import Any, TypeVar
 
 import torch
 
+from laplace_ella.derivatives.folding import FoldingError
 from laplace_ella.errors import NotDifferentiableError
-from laplace_ella.support.batches import has_values
+from laplace_ella.support.batches import Batch, has_values
+from laplace_ella.support.preserve import differentiable_kernels
 
-__all__ = ["Trial", "attempt", "winner"]
+__all__ = ["FEWEST_EXAMPLES", "Trial", "attempt", "repeated", "winner"]
 
 W = TypeVar("W", bound=Enum | tuple[Enum, bool])
+
+#: Examples of a trial, at least: a first batch may be smaller than those to come.
+FEWEST_EXAMPLES = 16
 
 #: How much faster than the way that should be cheaper another one must be.
 HANDICAP = 1.1
 
 #: Seconds that one run of a trial may be expected to take.
 LONGEST = 0.5
+
+#: Seconds up to which the first run is done again: it also builds kernels and gets
+#: memory from the system, EfficientNet-Lite0's takes twice as long as the second.
+WARM_UP = 8.0
 
 #: Every run of a trial has so many times the examples of the one before.
 GROWTH = 8
@@ -50,36 +59,50 @@ class Trial:
 def attempt(way: Callable[[int], object], n: int, measure: bool) -> Trial:
     """Run a way on one example, then time it on more of them, up to n.
 
-    A way that is slow on one example may be the fastest on hundreds, so the number
-    grows until n, or until a run would take long. Of short runs the best counts: what
-    else the machine does can only make them slower.
+    Without `measure` it only has to work on one: where tensors have no values there is
+    nothing to time.
     """
+    try:
+        with differentiable_kernels(), torch.no_grad():
+            return Trial(_seconds_per_example(way, n, measure))
+    except (torch.cuda.OutOfMemoryError, FoldingError):
+        raise
+    except Exception as error:  # whatever an unsupported operator raises
+        return Trial(float("inf"), error)
+
+
+def _seconds_per_example(way: Callable[[int], object], n: int, measure: bool) -> float:
+    """A way that is slow on one example may be the fastest on hundreds, so the number
+    grows until n, or until a run would take long. Of short runs the best counts: what
+    else the machine does can only make them slower."""
 
     def timed(size: int) -> float:
         start = time.perf_counter()
         _synchronize(way(size))
         return time.perf_counter() - start
 
-    try:
-        size, seconds = 1, timed(1)
-        if measure and seconds < LONGEST:  # the first run also warmed up
-            seconds = min(seconds, timed(1))
-        while measure:
-            affordable = int(LONGEST * size / max(seconds, 1e-9))
-            larger = min(n, GROWTH * size, affordable)
-            if larger < min(n, 2 * size) or larger == size:
-                break
-            size, seconds = larger, timed(larger)
-        spent, repetitions = seconds, 0
-        while measure and spent < REPEATED and repetitions < REPETITIONS:
-            again = timed(size)
-            seconds, spent = min(seconds, again), spent + again
-            repetitions += 1
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever an unsupported operator raises
-        return Trial(float("inf"), error)
-    return Trial(seconds / size)
+    size, seconds = 1, timed(1)
+    if measure and seconds < WARM_UP:
+        seconds = min(seconds, timed(1))
+    while measure:
+        affordable = int(LONGEST * size / max(seconds, 1e-9))
+        larger = min(n, GROWTH * size, affordable)
+        if larger < min(n, 2 * size) or larger == size:
+            break
+        size, seconds = larger, timed(larger)
+    spent, repetitions = seconds, 0
+    while measure and spent < REPEATED and repetitions < REPETITIONS:
+        again = timed(size)
+        seconds, spent = min(seconds, again), spent + again
+        repetitions += 1
+    return seconds / size
+
+
+def repeated(batch: Batch, n: int, device: torch.device) -> Batch:
+    """n examples for a trial, over and over again if there are fewer."""
+    if n <= batch.size:
+        return batch.take(slice(0, n))
+    return batch.take(torch.arange(n, device=device) % batch.size)
 
 
 def _synchronize(result: Any) -> None:

@@ -1,0 +1,387 @@
+"""Batch normalisation that follows a convolution, folded into its weights.
+
+In evaluation mode it is an affine map of every channel: with s = γ/√(σ² + ε),
+
+    BN(Wa + b) = (sW)a + s(b − μ) + β,
+
+a convolution with other weights W̃ = sW and b̃ = s(b − μ) + β. So J(x)V = J̃(x)Ṽ, with
+the Jacobian J̃ in the folded parameters and the directions Ṽ that V is pushed to by the
+map (W, b, γ, β) ↦ (W̃, b̃), once for all inputs. What is saved is the derivative of the
+normalisation at every position of every channel, for each of K tangents or C outputs.
+
+Which layers can be folded is seen in a forward pass, not guessed from the modules: the
+output of the convolution goes into the normalisation and nowhere else. Every later pass
+checks that this still holds.
+
+Index legend: K directions, P parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from laplace_ella.derivatives.model_function import ModelFunction
+
+__all__ = ["Fold", "FoldFinder", "FoldedFunction", "FoldingError"]
+
+#: Layers with many positions per channel; after a linear one there is little to save.
+LAYERS = frozenset([torch.conv1d, torch.conv2d, torch.conv3d])
+
+#: What may be asked of a tensor without a look at its values.
+METADATA = frozenset(
+    [getattr(torch.Tensor, name) for name in ("dim", "size", "numel")]
+    + [
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "ndim", "dtype", "device", "requires_grad")
+    ]
+)
+
+#: Instead of the name of a tensor that is no parameter or buffer.
+_UNKNOWN = ""
+
+_BATCH_NORM = inspect.signature(F.batch_norm)
+
+
+class FoldingError(RuntimeError):
+    """The model no longer uses a folded layer as it did when it was first seen."""
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A layer and the normalisation of its output, by the names of their tensors.
+
+    Attributes
+    ----------
+    weight, bias : str
+        W and b, which may be missing
+    mean, variance : str
+        μ and σ², buffers
+    scale, shift : str, optional
+        γ and β
+    eps : float
+        ε
+    """
+
+    weight: str
+    bias: str | None
+    mean: str
+    variance: str
+    scale: str | None
+    shift: str | None
+    eps: float
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names of all that are folded into one weight and one bias."""
+        names = (self.weight, self.bias, self.scale, self.shift)
+        return {name for name in names if name is not None}
+
+    def apply(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """W̃ and b̃ from tensors by their names."""
+        s, centred = self._factor(tensors), self._centred(tensors)
+        offset = s * centred
+        if self.shift is not None:
+            offset = offset + tensors[self.shift]
+        W = tensors[self.weight]
+        return W * _channels(s, W), offset
+
+    def push(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        tangents: Mapping[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Changes `(K, *shape)` of W̃ and b̃ by those of some parameters, W among them.
+
+        By hand, without transforms: this is done before every batch of predictions.
+        """
+        s, W = self._factor(tensors), tensors[self.weight]
+        weight = tangents[self.weight] * _channels(s, W)
+        offset = weight.new_zeros(len(weight), len(s))
+        bias, scale, shift = (
+            None if name is None else tangents.get(name)
+            for name in (self.bias, self.scale, self.shift)
+        )
+        if bias is not None:
+            offset += s * bias
+        if scale is not None:
+            change = self._spread(tensors) * scale
+            weight.addcmul_(_channels(change, W), W)
+            offset += change * self._centred(tensors)
+        if shift is not None:
+            offset += shift
+        return weight, offset
+
+    def _spread(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """1/√(σ² + ε)."""
+        return (tensors[self.variance] + self.eps).rsqrt()
+
+    def _factor(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """s."""
+        spread = self._spread(tensors)
+        return spread if self.scale is None else spread * tensors[self.scale]
+
+    def _centred(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """b − μ."""
+        mean = tensors[self.mean]
+        return -mean if self.bias is None else tensors[self.bias] - mean
+
+
+def _channels(values: torch.Tensor, W: torch.Tensor) -> torch.Tensor:
+    """Values `(..., channels)` to multiply weights `(..., *W.shape)` by."""
+    return values.reshape(*values.shape, *(1,) * (W.ndim - 1))
+
+
+# What the model calls
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (v for v in tree_leaves(values) if isinstance(v, torch.Tensor))
+
+
+def _batch_norm_call(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Mapping[str, Any] | None:
+    """Arguments by name, of a batch normalisation in evaluation mode."""
+    if func is not F.batch_norm:
+        return None
+    call = _BATCH_NORM.bind(*args, **kwargs)
+    call.apply_defaults()
+    return None if call.arguments["training"] else call.arguments
+
+
+class FoldFinder(TorchFunctionMode):
+    """Watches a forward pass for layers whose output is normalised and used nowhere
+    else.
+
+    Parameters
+    ----------
+    state : mapping
+        the model's parameters and buffers in this pass, by name
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in state.items()}
+        # Kept alive, so that no other tensor gets their identity.
+        self._outputs: dict[int, tuple[torch.Tensor, str, str | None]] = {}
+        self._uses: Counter[int] = Counter()
+        self._candidates: list[tuple[int, Fold]] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in METADATA:
+            return result
+        self._uses.update(id(t) for t in _tensors((args, kwargs)))
+        if (call := _batch_norm_call(func, args, kwargs)) is not None:
+            self._watch_normalization(call)
+        elif func in LAYERS and len(args) > 1:
+            self._watch_layer(result, args[1], _bias(args, kwargs))
+        return result
+
+    def _watch_layer(
+        self, output: torch.Tensor, W: torch.Tensor, b: torch.Tensor | None
+    ) -> None:
+        batched = output.ndim == W.ndim  # else other dimensions are normalised
+        if batched and id(W) in self._names and (b is None or id(b) in self._names):
+            bias = None if b is None else self._names[id(b)]
+            self._outputs[id(output)] = output, self._names[id(W)], bias
+            self._uses[id(output)] = 0  # of tensors that are gone, not of this one
+
+    def _watch_normalization(self, call: Mapping[str, Any]) -> None:
+        names = [
+            None if call[key] is None else self._names.get(id(call[key]), _UNKNOWN)
+            for key in ("running_mean", "running_var", "weight", "bias")
+        ]
+        mean, variance, scale, shift = names
+        if mean is None or variance is None or _UNKNOWN in names:
+            return
+        if (key := id(call["input"])) in self._outputs:
+            _, weight, bias = self._outputs[key]
+            fold = Fold(weight, bias, mean, variance, scale, shift, call["eps"])
+            self._candidates.append((key, fold))
+
+    @property
+    def folds(self) -> tuple[Fold, ...]:
+        """What was found: everything that takes part is used once."""
+        ids = {name: key for key, name in self._names.items()}
+
+        def once(keys: Iterable[int]) -> bool:
+            return all(self._uses[key] == 1 for key in keys)
+
+        return tuple(
+            fold
+            for output, fold in self._candidates
+            if once([output, ids[fold.mean], ids[fold.variance]])
+            and once(ids[name] for name in fold.parameters)
+        )
+
+
+def _bias(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    return args[2] if len(args) > 2 else kwargs.get("bias")
+
+
+class _Folding(TorchFunctionMode):
+    """Runs layers with folded weights, and leaves out the normalisation after them."""
+
+    def __init__(
+        self,
+        folds: Sequence[Fold],
+        state: Mapping[str, torch.Tensor],
+        folded: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        super().__init__()
+        self._layers = {id(state[fold.weight]): folded[fold.weight] for fold in folds}
+        self._layer_of = {
+            id(state[fold.mean]): id(state[fold.weight]) for fold in folds
+        }
+        self._state = state  # kept alive, as are outputs that wait for normalisation
+        self._waiting: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
+        if (call := _batch_norm_call(func, args, kwargs)) is not None:
+            layer = self._layer_of.get(id(call["running_mean"]))
+            if layer is not None and self._waiting.get(layer) is call["input"]:
+                return self._waiting.pop(layer)
+        self._check(_tensors((args, kwargs)))
+        if func in LAYERS and len(args) > 1 and id(args[1]) in self._layers:
+            W, b = self._layers[id(args[1])]
+            kwargs.pop("bias", None)
+            output = func(args[0], W, b, *args[3:], **kwargs)
+            self._waiting[id(args[1])] = output
+            return output
+        return func(*args, **kwargs)
+
+    def _check(self, used: Iterable[torch.Tensor]) -> None:
+        waiting = {id(output) for output in self._waiting.values()}
+        if any(id(t) in waiting or id(t) in self._layer_of for t in used):
+            raise FoldingError(
+                "The output of a convolution no longer goes into the batch "
+                "normalisation after it, and nowhere else."
+            )
+
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc, traceback)
+        if exc_type is None:
+            self._check(self._waiting.values())
+
+
+class FoldedFunction(ModelFunction):
+    """f(params, x) in folded parameters: of every layer W̃ and b̃, and all others.
+
+    Layers are left as they are whose weight is not one of the P parameters although
+    its bias or normalisation is: a posterior of a few scales should not become one of
+    all weights.
+
+    Parameters
+    ----------
+    fn : ModelFunction
+        the same in the parameters that the model has
+    folds : sequence of Fold
+    """
+
+    def __init__(self, fn: ModelFunction, folds: Sequence[Fold]) -> None:
+        super().__init__(fn.model, fn.names, fn.asked_dtype)
+        self._unfolded = fn
+        chosen = set(fn.names)
+        self.folds = tuple(
+            fold
+            for fold in folds
+            if fold.weight in chosen or not chosen & fold.parameters
+        )
+        self._by_weight = {fold.weight: fold for fold in self.folds}
+        self._absorbed = {
+            name
+            for fold in self.folds
+            for name in fold.parameters
+            if name != fold.weight
+        }
+
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return self._fold(self._unfolded.parameters())
+
+    def shapes(self) -> list[torch.Size]:
+        shapes = []
+        for name, shape in zip(self.names, self._unfolded.shapes(), strict=True):
+            if name in self._by_weight:
+                shapes += [shape, shape[:1]]
+            elif name not in self._absorbed:
+                shapes.append(shape)
+        return shapes
+
+    def push(self, directions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Directions `(K, P)` of the model's own parameters as those of the folded
+        ones, `(K, *shape)` each."""
+        pieces = self._unfolded.split(directions)
+        tangents = dict(zip(self.names, pieces, strict=True))
+        own = zip(self.names, self._unfolded.parameters(), strict=True)
+        tensors = {**self.constants(), **dict(own)}
+        return self._in_order(tangents, lambda fold: fold.push(tensors, tangents))
+
+    def prepare(
+        self, params: Sequence[torch.Tensor], x: Any, **kwargs: Any
+    ) -> Callable[[], torch.Tensor]:
+        remaining = iter(params)
+        folded, chosen = {}, {}
+        for name in self.names:
+            if name in self._by_weight:
+                folded[name] = next(remaining), next(remaining)
+            elif name not in self._absorbed:
+                chosen[name] = next(remaining)
+
+        def folding(state: Mapping[str, torch.Tensor]) -> _Folding:
+            constant = {
+                fold.weight: fold.apply(state)
+                for fold in self.folds
+                if fold.weight not in folded
+            }
+            return _Folding(self.folds, state, {**folded, **constant})
+
+        return self._prepared(chosen, x, kwargs, folding)
+
+    def _fold(self, params: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The folded parameters of the model's own."""
+        own = dict(zip(self.names, params, strict=True))
+        tensors = {**self.constants(), **own}
+        return self._in_order(own, lambda fold: fold.apply(tensors))
+
+    def _in_order(
+        self,
+        own: Mapping[str, torch.Tensor],
+        folded: Callable[[Fold], tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, ...]:
+        """Of every parameter what it has of its own, or what it is folded into."""
+        values: list[torch.Tensor] = []
+        for name in self.names:
+            if name in self._by_weight:
+                values += folded(self._by_weight[name])
+            elif name not in self._absorbed:
+                values.append(own[name])
+        return tuple(values)

@@ -1,0 +1,267 @@
+"""Features of a batch, pass by pass: what goes through the model at once, and how.
+
+Index legend: B batch, O outputs of one example, P parameters, K rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from laplace_ella.derivatives.features import (
+    FeatureMode,
+    Tangents,
+    by_double_vjp,
+    by_forward,
+    by_forward_loop,
+    by_reverse,
+    by_reverse_loop,
+)
+from laplace_ella.derivatives.model_function import ModelFunction
+from laplace_ella.derivatives.options import ComputeOptions
+from laplace_ella.derivatives.rows import RowMode
+from laplace_ella.derivatives.selection import Selection
+from laplace_ella.derivatives.sizes import PassSizes
+from laplace_ella.derivatives.trials import (
+    FEWEST_EXAMPLES,
+    Trial,
+    attempt,
+    repeated,
+    winner,
+)
+from laplace_ella.support.batches import Batch, chunks
+from laplace_ella.support.preserve import differentiable_kernels
+
+__all__ = ["FeaturePasses", "Way"]
+
+#: Directions that are fetched at once from another device.
+OFFLOADED_BLOCK = 8
+
+#: Costs further apart than this are not worth a measurement.
+CLEAR_RATIO = 3.0
+
+#: Directions of a trial of a way that takes them one after the other.
+FEW_DIRECTIONS = 4
+
+#: Outputs and features of one pass.
+Way = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+#: A mode of differentiation, and whether all goes through the model together.
+Trials = dict[tuple[FeatureMode, bool], Trial]
+
+
+@dataclass(frozen=True)
+class FeaturePasses:
+    """How features of one kind of inputs are computed.
+
+    Attributes
+    ----------
+    fn : ModelFunction
+        the model, or the same in other parameters
+    sizes : PassSizes
+    selection : Selection
+        outputs that are wanted
+    options : ComputeOptions
+    compiled : dict
+        ways that were compiled before; compiled ones are added
+    """
+
+    fn: ModelFunction
+    sizes: PassSizes
+    selection: Selection
+    options: ComputeOptions
+    compiled: dict[Way, Way]
+
+    def run(
+        self,
+        mode: FeatureMode,
+        together: bool,
+        batch: Batch,
+        directions: torch.Tensor,
+        create_graph: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs (B, O) and features (B, O, K) for directions Vᵀ (K, P); in reverse
+        mode features of the selected outputs only."""
+        f, columns = None, []
+        for block in self._blocks(mode, directions):
+            compute = self._function(mode, together, self._push(block), create_graph)
+            at_once = self._examples_at_once(mode, together, len(block))
+            with differentiable_kernels():
+                parts = [
+                    compute(batch.take(part)) for part in chunks(batch.size, at_once)
+                ]
+            f, phi = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            columns.append(phi)
+        assert f is not None  # there is at least one direction
+        return f, columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
+
+    def _push(self, block: torch.Tensor) -> Tangents:
+        return self.fn.push(block.to(self.fn.device, self.fn.dtype))
+
+    def _blocks(
+        self, mode: FeatureMode, directions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Directions that are worked on at once."""
+        if directions.device != self.fn.device:
+            return directions.split(OFFLOADED_BLOCK)
+        if mode is FeatureMode.REVERSE:
+            return (directions,)
+        return directions.split(self.sizes.tangents_at_once)
+
+    def _examples_at_once(
+        self, mode: FeatureMode, together: bool, n_directions: int
+    ) -> int:
+        if mode is FeatureMode.REVERSE:
+            return self.sizes.rows_at_once(self.selection.size)
+        together = together and mode is FeatureMode.FORWARD
+        return self.sizes.examples_at_once(n_directions if together else 1)
+
+    def _function(
+        self, mode: FeatureMode, together: bool, tangents: Tangents, create_graph: bool
+    ) -> Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]:
+        """Outputs (b, O) and features (b, O, k) of the examples of one pass, for k
+        tangents; reverse mode has features of the selected outputs only."""
+        fn, selection, dtype = self.fn, self.selection, self.fn.dtype
+
+        def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            way = self._maybe_compiled(by_forward) if together else by_forward_loop
+            with torch.set_grad_enabled(create_graph):
+                return way(fn, batch.inputs, tangents)
+
+        def reverse(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            order = torch.arange(selection.size, device=self.fn.device)
+            blocks = [
+                selection.cotangents(numbers, dtype)
+                for numbers in order.split(self.sizes.outputs_at_once(selection.size))
+            ]
+            if together:
+                # Deep networks take minutes to compile in reverse mode: not unasked.
+                asked = self.options.feature_mode is FeatureMode.REVERSE
+                way = self._maybe_compiled(by_reverse) if asked else by_reverse
+                with torch.set_grad_enabled(create_graph):
+                    parts = [way(fn, batch, tangents, block) for block in blocks]
+            else:
+                parts = [
+                    by_reverse_loop(fn, batch, tangents, block, create_graph)
+                    for block in blocks
+                ]
+            return parts[0][0], torch.cat([phi for _, phi in parts], dim=1)
+
+        def double_vjp(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            return by_double_vjp(fn, batch.inputs, tangents, create_graph)
+
+        ways = {
+            FeatureMode.FORWARD: forward,
+            FeatureMode.REVERSE: reverse,
+            FeatureMode.DOUBLE_VJP: double_vjp,
+        }
+        return ways[mode]
+
+    def _maybe_compiled(self, way: Way) -> Way:
+        """One way to compute features, compiled at first use if that was asked for."""
+        asked = self.options.compile
+        if not asked:
+            return way
+        if way not in self.compiled:
+            settings = asked if isinstance(asked, dict) else {}
+            self.compiled[way] = torch.compile(way, **settings)
+        return self.compiled[way]
+
+    # Which way
+
+    def fastest(
+        self, batch: Batch, directions: torch.Tensor
+    ) -> tuple[FeatureMode, bool]:
+        """The fastest way that works, on as many examples as it will be.
+
+        Where the expected costs are far apart the cheaper way is only tried; where
+        they are close both are timed.
+        """
+        asked = self.options.feature_mode
+        forward = partial(self._try_forward, batch, directions)
+        reverse = partial(self._try_reverse, batch, directions)
+        if asked is FeatureMode.REVERSE:
+            trials = reverse()
+        elif asked is not FeatureMode.AUTO:
+            trials = forward()
+        else:
+            cost = self._costs(batch, len(directions))
+            advantage = cost[FeatureMode.REVERSE] / cost[FeatureMode.FORWARD]
+            first, second = (reverse, forward) if advantage < 1 else (forward, reverse)
+            trials = first()
+            clear = max(advantage, 1 / advantage) > CLEAR_RATIO
+            if not clear or all(t.error is not None for t in trials.values()):
+                trials |= {way: t.handicapped() for way, t in second().items()}
+        return winner(trials)
+
+    def _try_forward(self, batch: Batch, directions: torch.Tensor) -> Trials:
+        """Forward mode in both ways and, where it fails, its replacement."""
+        asked = self.options.feature_mode
+        trials: Trials = {}
+        if asked in (FeatureMode.FORWARD, FeatureMode.AUTO):
+            # Together is faster for most layers; one after the other for depthwise
+            # convolutions, which `vmap` makes slow.
+            way = FeatureMode.FORWARD, True
+            together = trials[way] = self._try(*way, batch, directions)
+            if not self.options.compile or together.error is not None:
+                way = FeatureMode.FORWARD, False
+                trials[way] = self._try(*way, batch, directions).handicapped()
+        if asked is not FeatureMode.FORWARD:
+            if all(t.error is not None for t in trials.values()):
+                way = FeatureMode.DOUBLE_VJP, True
+                trials[way] = self._try(*way, batch, directions)
+        return trials
+
+    def _try_reverse(self, batch: Batch, directions: torch.Tensor) -> Trials:
+        """Reverse mode in the ways that `row_mode` leaves open."""
+        asked, mode = self.options.row_mode, FeatureMode.REVERSE
+        trials: Trials = {}
+        if asked is not RowMode.LOOP:
+            trials[mode, True] = self._try(mode, True, batch, directions)
+        if asked is not RowMode.VMAP:
+            one_by_one = self._try(mode, False, batch, directions)
+            trials[mode, False] = one_by_one.handicapped()
+        return trials
+
+    def _try(
+        self,
+        mode: FeatureMode,
+        together: bool,
+        batch: Batch,
+        directions: torch.Tensor,
+    ) -> Trial:
+        """Seconds per example of all directions, from the first block of them."""
+        block = self._blocks(mode, directions)[0]
+        one_by_one = mode is FeatureMode.FORWARD and not together
+        if one_by_one or mode is FeatureMode.DOUBLE_VJP:
+            block = block[:FEW_DIRECTIONS]
+        at_once = self._examples_at_once(mode, together, len(block))
+        n = min(at_once, max(batch.size, FEWEST_EXAMPLES))
+        if mode is FeatureMode.REVERSE and not together:
+            n = min(n, 2)  # a loop takes as long per example on a few
+        many = repeated(batch, n, self.fn.device)
+        compute = self._function(mode, together, self._push(block), create_graph=False)
+        trial = attempt(
+            lambda m: compute(many.take(slice(0, m))), n, measure=self.fn.has_values
+        )
+        return trial.times(len(directions) / len(block))
+
+    def _costs(self, batch: Batch, rank: int) -> dict[FeatureMode, float]:
+        """Expected costs of one example's features, in forward passes."""
+        one = batch.take(slice(0, 1))
+        n_outputs, n_params = self.selection.size, self.sizes.n_params
+        # Fused attention is one operator, whose multiplications are not counted.
+        kernels, counter = differentiable_kernels(), FlopCounterMode(display=False)
+        with torch.no_grad(), kernels, counter:
+            self.fn(self.fn.parameters(), one.inputs)
+        multiplications = max(counter.get_total_flops() / 2, n_params)
+        product = n_outputs * n_params * rank / multiplications
+        return {
+            FeatureMode.FORWARD: 2 * rank + 1,
+            FeatureMode.DOUBLE_VJP: 3 * rank + 2,
+            FeatureMode.REVERSE: 2 * n_outputs + 1 + product,
+        }

@@ -1,0 +1,280 @@
+"""Normalisations folded into convolutions: the same features, found by what a forward
+pass does."""
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_ella.derivatives.folding import FoldedFunction
+from laplace_ella.derivatives.linearizer import Linearizer
+from laplace_ella.derivatives.model_function import ModelFunction
+from laplace_ella.derivatives.options import ComputeOptions
+from tests import dense
+from tests.fitting import assert_close
+
+WAYS = [
+    {"feature_mode": "forward"},
+    {"feature_mode": "reverse", "row_mode": "vmap"},
+    {"feature_mode": "reverse", "row_mode": "loop"},
+    {"feature_mode": "double_vjp"},
+]
+
+
+class Block(nn.Module):
+    """Two normalised convolutions beside a shortcut, one of them depthwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False)
+        self.norm1 = nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 4, 1)
+        self.norm2 = nn.BatchNorm2d(4, eps=0.1)
+
+    def forward(self, x):
+        inside = self.norm1(self.first(x)).relu()
+        return (x + self.norm2(self.second(inside))).relu_()
+
+
+class Peeking(nn.Module):
+    """The output of the convolution is looked at before it is normalised."""
+
+    def __init__(self, peek):
+        super().__init__()
+        self.conv, self.norm, self.peek = nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), peek
+
+    def forward(self, x):
+        z = self.conv(x)
+        return self.norm(z) + self.peek(self, z)
+
+
+class Twice(nn.Module):
+    """One convolution with two normalisations."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 2)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4)])
+
+    def forward(self, x):
+        return self.norms[0](self.conv(x)).relu() + self.norms[1](self.conv(2 * x))
+
+
+def head(*layers):
+    return nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3))
+
+
+MODELS = {
+    "plain": (
+        lambda: head(nn.Conv2d(2, 4, 2, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+        1,
+    ),
+    "bias": (lambda: head(nn.Conv2d(2, 4, 3, 2, 1), nn.BatchNorm2d(4)), 1),
+    "without scale": (
+        lambda: head(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4, affine=False)),
+        1,
+    ),
+    "blocks": (lambda: head(nn.Conv2d(2, 4, 2), Block(), Block()), 4),
+    "one dimension": (
+        lambda: head(nn.Flatten(2), nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3)),
+        1,
+    ),
+    "three dimensions": (
+        lambda: head(nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 3, 2), nn.BatchNorm3d(3)),
+        1,
+    ),
+    "before the convolution": (
+        lambda: head(nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 4, 2)),
+        0,
+    ),
+    "linear": (lambda: head(nn.Flatten(), nn.Linear(32, 5), nn.BatchNorm1d(5)), 0),
+    "something between": (
+        lambda: head(nn.Conv2d(2, 4, 2), nn.ReLU(), nn.BatchNorm2d(4)),
+        0,
+    ),
+    "shared convolution": (lambda: head(Twice()), 0),
+    "output used elsewhere": (lambda: head(Peeking(lambda m, z: 0.1 * z.sin())), 0),
+    "values read": (lambda: head(Peeking(lambda m, z: z.detach().cos())), 0),
+    "weight used elsewhere": (
+        lambda: head(Peeking(lambda m, z: 0.1 * m.conv.weight.sum())),
+        0,
+    ),
+    "shape asked for": (lambda: head(Peeking(lambda m, z: 1 / z.shape[1])), 1),
+}
+
+
+def make(name, dtype=torch.float64):
+    """A model with statistics and scales as training leaves them, and inputs."""
+    torch.manual_seed(0)
+    build, n_folds = MODELS[name]
+    model, x = build().to(dtype), torch.randn(5, 2, 4, 4, dtype=dtype)
+    model.eval()(x)  # the size of the last layer
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                for tensor in (module.running_mean, module.bias):
+                    if tensor is not None:
+                        tensor.normal_()
+                for tensor in (module.running_var, module.weight):
+                    if tensor is not None:
+                        tensor.uniform_(0.2, 2.0)
+                if module.weight is not None:
+                    module.weight[0] = 0.0  # a channel that was switched off
+    return model, x, n_folds
+
+
+def linearize(model, names=None, **options):
+    names = names or [name for name, _ in model.named_parameters()]
+    return Linearizer(ModelFunction(model, names), options=ComputeOptions(**options))
+
+
+def directions(n_params, k=4, dtype=torch.float64):
+    g = torch.Generator().manual_seed(1)
+    A = torch.randn(n_params, k, generator=g, dtype=torch.float64)
+    return torch.linalg.qr(A)[0].T.to(dtype)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_found_and_the_same_features(name):
+    """What can be folded is, and features are the dense J(x)V in every mode."""
+    model, x, n_folds = make(name)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    f, Js = dense.jacobians(model, x)
+    V = directions(Js.shape[-1])
+    for way in WAYS:
+        linearizer = linearize(model, **way)
+        assert len(linearizer.probe(x).folds) == n_folds
+        features = linearizer.features(x, V)
+        assert_close(features.f, f, rtol=1e-10, atol=1e-10)
+        assert_close(features.phi, Js @ V.T, rtol=1e-9, atol=1e-10)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_statistics_of_the_batch_are_not_folded():
+    """A normalisation without running statistics is no affine map."""
+    norm = nn.BatchNorm2d(4, track_running_stats=False)
+    model = head(nn.Conv2d(2, 4, 2), norm).eval()
+    x = torch.randn(5, 2, 4, 4)
+    model(x)
+    assert not linearize(model).probe(x).folds
+
+
+@pytest.mark.parametrize(
+    ("chosen", "n_folds"),
+    [
+        (["1.second.weight"], 4),  # its bias and normalisation are constants
+        (["1.first.weight", "1.norm1.bias"], 4),
+        (["1.norm1.weight", "1.norm2.bias"], 2),  # stays a posterior of a few numbers
+        (["0.weight", "5.weight"], 4),
+    ],
+)
+def test_some_parameters(chosen, n_folds):
+    """Folded where the weight has a posterior, or nothing of the layer has."""
+    model, x, _ = make("blocks")
+    linearizer = linearize(model, chosen, feature_mode="reverse")
+    folded = FoldedFunction(linearizer.fn, linearizer.probe(x).folds)
+    assert len(folded.folds) == n_folds
+    params = [dict(model.named_parameters())[name] for name in chosen]
+    _, Js = dense.jacobians(model, x, params)
+    V = directions(Js.shape[-1], 2)
+    for way in WAYS:
+        phi = linearize(model, chosen, **way).features(x, V).phi
+        assert_close(phi, Js @ V.T, rtol=1e-9, atol=1e-10)
+
+
+def test_directions_are_pushed_by_the_derivative():
+    """By hand as by torch.func, and shapes belong to the folded parameters."""
+    model, x, _ = make("blocks")
+    fn = linearize(model).fn
+    folded = FoldedFunction(fn, linearize(model).probe(x).folds)
+    V = directions(sum(fn.numels()), 3)
+    pushed = folded.push(V)
+    for k in range(3):
+        _, expected = torch.func.jvp(
+            lambda *p: folded._fold(p), fn.parameters(), fn.split(V[k])
+        )
+        for have, want in zip(pushed, expected, strict=True):
+            assert_close(have[k], want, rtol=1e-12, atol=1e-12)
+    assert [p.shape for p in folded.parameters()] == folded.shapes()
+    assert [p.shape[1:] for p in pushed] == folded.shapes()
+
+
+def test_a_model_that_changed_is_not_folded():
+    """A hook that comes later sees the convolution's own output, and features stay
+    right; so do those of a model that goes by its inputs' values."""
+    model, x, _ = make("plain")
+    linearizer = linearize(model, feature_mode="forward")
+    V = directions(linearizer.n_params)
+    before = linearizer.features(x, V)
+    assert linearizer.probe(x).folds
+    seen = []
+    handle = model[0].register_forward_hook(lambda *args: seen.append(args[2].sum()))
+    features = linearizer.features(x, V)
+    assert_close(features.phi, before.phi, rtol=1e-9, atol=1e-10)
+    assert not linearizer.probe(x).folds
+    assert seen
+    handle.remove()
+
+    class Switch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            z = self.conv(x)
+            return self.norm(z) if float(x.detach().sum()) < 10 else z
+
+    model = head(Switch()).double().eval()
+    model(x)
+    linearizer = linearize(model, feature_mode="forward")
+    low, high = x - x.mean(), x + 5.0
+    for inputs in (low, high, low):
+        f, Js = dense.jacobians(model, inputs)
+        V = directions(Js.shape[-1])
+        features = linearizer.features(inputs, V)
+        assert_close(features.f, f, rtol=1e-10, atol=1e-10)
+        assert_close(features.phi, Js @ V.T, rtol=1e-9, atol=1e-10)
+
+
+def test_gradients_in_the_inputs():
+    """Features of a folded model can be differentiated."""
+    model, x, _ = make("blocks")
+    for way in WAYS:
+        results = []
+        for folded in (True, False):
+            inputs = x.clone().requires_grad_()
+            linearizer = linearize(model, **way)
+            if not folded:  # something that reads the output of every convolution
+                hooks = [
+                    m.register_forward_hook(lambda *args: (args[2].sum(), None)[1])
+                    for m in model.modules()
+                    if isinstance(m, nn.Conv2d)
+                ]
+            V = directions(linearizer.n_params)
+            phi = linearizer.features(inputs, V, create_graph=True).phi
+            assert bool(linearizer.probe(inputs).folds) == folded
+            results.append(torch.autograd.grad(phi.sin().sum(), inputs)[0])
+        for hook in hooks:
+            hook.remove()
+        assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+def test_low_precision_is_left_as_it_is(monkeypatch):
+    """Half the digits are those of the model's own weights, and autocast's too."""
+    made = []
+    original = FoldedFunction.__init__
+
+    def noted(self, *args):
+        made.append(self)
+        original(self, *args)
+
+    monkeypatch.setattr(FoldedFunction, "__init__", noted)
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
+        model, x, _ = make("blocks", dtype)
+        linearizer = linearize(model, feature_mode="reverse", row_mode="loop")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            linearizer.features(x, directions(linearizer.n_params, 2, torch.float32))
+        assert not made
+    model, x, _ = make("blocks", torch.float32)
+    linearizer = linearize(model, feature_mode="forward")
+    linearizer.features(x, directions(linearizer.n_params, 2, torch.float32))
+    assert made
