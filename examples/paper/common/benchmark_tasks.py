@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from time import process_time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from laplace import Laplace
@@ -18,6 +19,7 @@ import laplace_ella
 import laplace_ella.metrics
 from common.data import cifar10, imagenet_sample, read_images
 from common.models import ScaledInput, cifar_resnet, imagenet_model
+from laplace_ella.derivatives.folding import FoldFinder
 
 __all__ = ["METHODS", "NETWORKS", "OPTIONS", "TASKS"]
 
@@ -107,6 +109,15 @@ def basis_row(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     else:  # decomposes as well, a matrix of M×M
         seconds = once(lambda: la._build_basis(data, la._indices(data, False)))
     return {"seconds": seconds / M, "forward": forward_seconds(model, x[:64])}
+
+
+def basis(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Seconds per sampled gradient of a whole basis: gradients of M images, their Gram
+    matrix and its spectrum, and the directions."""
+    model, x, y = resnet20(args, p["M"])
+    la = ours(model, p["M"], p["K"])
+    seconds = once(lambda: la.fit_basis(loader(x, y, 128)))
+    return {"seconds": seconds / p["M"], "forward": forward_seconds(model, x[:64])}
 
 
 def _consume(iterator: Iterator[Any]) -> None:
@@ -300,13 +311,14 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...], int, int]] = {
     "ResNet-20": ("resnet20", (24, 3, 32, 32), 10, 20),
     "MLP 2×50, 10,000 inputs": (mlp, (10_000, 10), 1, 20),
     "transformer encoder": (Encoder, (64, 32, 64), 10, 20),
-    "EfficientNet-Lite0": ("efficientnet_lite0", (1, 3, 224, 224), 1000, 20),
+    "EfficientNet-Lite0": ("efficientnet_lite0", (4, 3, 224, 224), 1000, 20),
     "ViT-S/16": (small_vit, (1, 3, 224, 224), 1000, 10),
 }
 
 
 def passes(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Seconds per input of the features, and the operators that take most of them."""
+    """Seconds per input of the features, with and without normalisations folded, and
+    the operators that take most of them."""
     build, shape, _, K = NETWORKS[p["network"]]
     torch.manual_seed(0)
     if build == "resnet20":
@@ -331,7 +343,7 @@ def passes(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     operators = [(e.key.removeprefix("aten::"), _shapes(e), e.count) for e in largest]
     shares = [e.self_cpu_time_total / total for e in largest]
     modes = linearizer.modes(K)
-    return {
+    row = {
         "seconds": seconds,
         "forward": forward_seconds(model, x),
         "mode": modes.features.value + ("" if modes.together else ", one by one"),
@@ -340,6 +352,12 @@ def passes(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
             for operator, share in zip(operators, shares, strict=True)
         ],
     }
+    if linearizer.probe(x).folds:
+        linearizer = linearizer.with_options(linearizer.options)
+        linearizer.adopt(K, modes)
+        with patch.object(FoldFinder, "folds", ()):
+            row["unfolded"] = best_time(features, 2) / len(x)
+    return row
 
 
 def _shapes(event: Any) -> str:
@@ -419,6 +437,7 @@ TASKS: dict[str, Task] = {
     task.__name__: task
     for task in (
         basis_row,
+        basis,
         predict,
         grid_search,
         fit,
