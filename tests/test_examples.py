@@ -472,6 +472,8 @@ def test_one_pass(run, tmp_path):
     text = (tmp_path / "one_pass.md").read_text()
     assert text.count("head, exact if flagged") == 12
     assert (tmp_path / "environment.json").exists()
+    assert len(run("one_pass", "--most", f"--out={tmp_path}")) == 12
+    assert (tmp_path / "most.md").exists()
 
 
 def test_scaling(paper, tmp_path):
