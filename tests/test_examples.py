@@ -465,6 +465,17 @@ def test_cheaper(paper, data_dir, tmp_path):
     assert "| last layer | 650 | 3 | 2 |" in (tmp_path / "resnet20.md").read_text()
 
 
+def test_one_pass(run, tmp_path):
+    rows = run("one_pass", f"--out={tmp_path}")
+    assert {"ridge", "kernel ridge", "network"} <= {row["way"] for row in rows}
+    assert all(row["clean"] <= 1 for row in rows)
+    text = (tmp_path / "one_pass.md").read_text()
+    assert text.count("head, exact if flagged") == 12
+    assert (tmp_path / "environment.json").exists()
+    assert len(run("one_pass", "--most", f"--out={tmp_path}")) == 12
+    assert (tmp_path / "most.md").exists()
+
+
 def test_scaling(paper, tmp_path):
     """Bytes of the exchanges are those of the model."""
     paper("scaling").main(["--smoke", "--out", str(tmp_path)])
