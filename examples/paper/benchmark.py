@@ -363,16 +363,15 @@ def options_table(args: Namespace, get: Callable, small: bool) -> str:
 
 
 def where_passes_go(args: Namespace, get: Callable, small: bool) -> str:
-    lines = [
-        "## Where the passes go: features J(x)V of five networks",
-        "",
+    about = (
         "As many passes as derivatives, of which the cheaper direction has "
         "2 min(C, K) + 1; normalisations that are folded make them cheaper than the "
         "network's own. Random inputs, and random weights but for ResNet-20 and "
         "EfficientNet. Memory kept: by "
         + " ".join(f"`{name}={value}`" for name, value in KEPT.items())
-        + ", for predictions and for the forward pass that is the unit.",
-        "",
+        + ", for predictions and for the forward pass that is the unit."
+    )
+    lines = [
         "| network | inputs | C | K | derivatives | passes | not folded "
         "| memory kept | not folded, memory kept | features |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -381,18 +380,18 @@ def where_passes_go(args: Namespace, get: Callable, small: bool) -> str:
     for name, (_, shape, C, K) in NETWORKS.items():
         if small and name != "transformer encoder":
             continue
-        about = f"{name} | {shape[0]:,} | {C} | {K}"
+        sizes = f"{name} | {shape[0]:,} | {C} | {K}"
         try:
             row = get(f"passes {name}", "passes", network=name)
             kept = get(f"passes {name} kept", "passes", network=name, memory_kept=True)
         except LookupError:
-            lines.append(f"| {about} | | not measured yet | | | | |")
+            lines.append(f"| {sizes} | | not measured yet | | | | |")
             continue
         if "failed" in row:
-            lines.append(f"| {about} | | {row['failed']} | | | | |")
+            lines.append(f"| {sizes} | | {row['failed']} | | | | |")
             continue
         lines.append(
-            f"| {about} | {2 * min(C, K) + 1} | {passes(row)} | "
+            f"| {sizes} | {2 * min(C, K) + 1} | {passes(row)} | "
             f"{passes(row, 'unfolded')} | {passes(kept)} | {passes(kept, 'unfolded')} "
             f"| {row['mode']} |"
         )
@@ -401,7 +400,14 @@ def where_passes_go(args: Namespace, get: Callable, small: bool) -> str:
             f"| {name} | {operator} | {shapes} | {count} | {share * total:.1f} |"
             for operator, shapes, count, share in row["operators"][:6]
         ]
-    lines += [
+    # For the guide, which has no need of the operators.
+    (args.out / "passes_short.md").write_text("\n".join(lines) + "\n")
+    lines = [
+        "## Where the passes go: features J(x)V of five networks",
+        "",
+        about,
+        "",
+        *lines,
         "",
         "The operators that take most, by the shapes of their arguments:",
         "",
