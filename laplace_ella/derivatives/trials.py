@@ -77,9 +77,12 @@ def _seconds_per_example(way: Callable[[int], object], n: int, measure: bool) ->
     else the machine does can only make them slower."""
 
     def timed(size: int) -> float:
-        start = time.perf_counter()
-        _synchronize(way(size))
-        return time.perf_counter() - start
+        start, own_start = time.perf_counter(), time.thread_time()
+        if _synchronize(way(size)):
+            return time.perf_counter() - start
+        # On a CPU this thread takes part in all work; while others have its core it
+        # does not count.
+        return time.thread_time() - own_start
 
     size, seconds = 1, timed(1)
     if measure and seconds < WARM_UP:
@@ -105,11 +108,13 @@ def repeated(batch: Batch, n: int, device: torch.device) -> Batch:
     return batch.take(torch.arange(n, device=device) % batch.size)
 
 
-def _synchronize(result: Any) -> None:
-    """Wait for the GPU, so that a timing means something."""
+def _synchronize(result: Any) -> bool:
+    """Wait for the GPU, so that a timing means something; whether there is one."""
     tensor = result[0] if isinstance(result, tuple) else result
-    if has_values(tensor) and tensor.device.type == "cuda":
+    on_gpu = has_values(tensor) and tensor.device.type == "cuda"
+    if on_gpu:
         torch.cuda.synchronize(tensor.device)
+    return on_gpu
 
 
 def winner(trials: Mapping[W, Trial]) -> W:
