@@ -4,7 +4,9 @@ pass does."""
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from laplace_ella.derivatives import passes
 from laplace_ella.derivatives.folding import FoldedFunction
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.model_function import ModelFunction
@@ -18,6 +20,12 @@ WAYS = [
     {"feature_mode": "reverse", "row_mode": "loop"},
     {"feature_mode": "double_vjp"},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch):
+    """Folded although the networks are too small for it to pay."""
+    monkeypatch.setattr(passes, "WORTH_FOLDING", 0.0)
 
 
 class Block(nn.Module):
@@ -199,40 +207,161 @@ def test_directions_are_pushed_by_the_derivative():
 
 
 def test_a_model_that_changed_is_not_folded():
-    """A hook that comes later sees the convolution's own output, and features stay
-    right; so do those of a model that goes by its inputs' values."""
+    """A hook that comes later sees what the convolution returns, and one after the
+    normalisation has its effect."""
     model, x, _ = make("plain")
-    linearizer = linearize(model, feature_mode="forward")
+    linearizer = linearize(model, feature_mode="reverse", row_mode="loop")
     V = directions(linearizer.n_params)
     before = linearizer.features(x, V)
     assert linearizer.probe(x).folds
     seen = []
-    handle = model[0].register_forward_hook(lambda *args: seen.append(args[2].sum()))
-    features = linearizer.features(x, V)
-    assert_close(features.phi, before.phi, rtol=1e-9, atol=1e-10)
-    assert not linearizer.probe(x).folds
-    assert seen
+    handle = model[0].register_forward_hook(lambda *args: seen.append(args[2]))
+    assert_close(linearizer.features(x, V).phi, before.phi, rtol=1e-9, atol=1e-10)
     handle.remove()
+    assert_close(torch.cat(seen[-5:]), model[0](x), rtol=1e-10, atol=1e-10)
 
-    class Switch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4)
+    handle = model[1].register_forward_hook(lambda m, i, o: o + i[0].sin())
+    _, Js = dense.jacobians(model, x)
+    features = linearizer.features(x, V)
+    handle.remove()
+    assert_close(features.phi, Js @ V.T, rtol=1e-9, atol=1e-10)
+    assert not linearizer.probe(x).folds
 
-        def forward(self, x):
-            z = self.conv(x)
-            return self.norm(z) if float(x.detach().sum()) < 10 else z
 
-    model = head(Switch()).double().eval()
+class Hidden(nn.Module):
+    """Does what no mode sees."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.conv, self.norm, self.run = nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), run
+        self.kept = None
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def recomputed(m, x):
+    return checkpoint(lambda x: m.norm(m.conv(x)).relu(), x, use_reentrant=False)
+
+
+def kept_aside(m, x):
+    z = m.conv(x)
+    m.kept = m.norm(z)
+    return z
+
+
+def half_without_graph(m, x):
+    with torch.no_grad():
+        z = m.conv(x)
+    return m.norm(z)
+
+
+@pytest.mark.parametrize("run", [recomputed, kept_aside, half_without_graph])
+def test_what_cannot_be_seen_is_compared(run):
+    """One example's features tell, before any others are used."""
+    torch.manual_seed(0)
+    last = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+    model = nn.Sequential(Hidden(run), *([] if run is kept_aside else [nn.Tanh()]))
+    model = model.extend(last).double().eval()
+    x = torch.randn(5, 2, 4, 4).double()
     model(x)
-    linearizer = linearize(model, feature_mode="forward")
-    low, high = x - x.mean(), x + 5.0
-    for inputs in (low, high, low):
-        f, Js = dense.jacobians(model, inputs)
-        V = directions(Js.shape[-1])
-        features = linearizer.features(inputs, V)
+    f, Js = dense.jacobians(model, x)
+    V = directions(Js.shape[-1])
+    for way in ({"feature_mode": "reverse", "row_mode": "loop"}, {}):
+        if run is half_without_graph and not way:
+            continue  # forward mode goes through no_grad, folded or not
+        features = linearize(model, **way).features(x, V)
         assert_close(features.f, f, rtol=1e-10, atol=1e-10)
         assert_close(features.phi, Js @ V.T, rtol=1e-9, atol=1e-10)
+
+
+def test_precision_inside_is_left_as_it_is():
+    """Frozen layers in low precision, and autocast that the model switches on."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, 4, 4)
+
+    class Mixed(nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4)).to(dtype)
+            self.head, self.dtype = nn.Linear(36, 3), dtype
+
+        def forward(self, x):
+            autocast = self.dtype is torch.float32
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                x = self.body(x.to(self.dtype))
+            return self.head(x.float().flatten(1))
+
+    for dtype in (torch.bfloat16, torch.float32):
+        model = Mixed(dtype).eval()
+        linearizer = linearize(model, ["head.weight", "head.bias"])
+        V = directions(linearizer.n_params, 3, torch.float32)
+        assert torch.equal(linearizer.features(x, V).f, model(x))
+
+
+class Switch(nn.Module):
+    """Does something else with a tensor that is folded where its inputs are large."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.conv, self.norm, self.other = nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), other
+
+    def forward(self, x):
+        if float(x.detach().sum()) < 10:
+            return self.norm(self.conv(x))
+        return self.other(self, x)
+
+
+def used_before(m, x):
+    z = m.conv(x)
+    return z.sin() + m.norm(z)
+
+
+def used_after(m, x):
+    z = m.conv(x)
+    y = m.norm(z)
+    return y + z.sin()
+
+
+def other_eps(m, x):
+    norm, y = m.norm, m.conv(x)
+    stats = norm.running_mean, norm.running_var, norm.weight, norm.bias
+    return nn.functional.batch_norm(y, *stats, eps=0.5)
+
+
+OTHERS = {
+    "not normalised": lambda m, x: m.conv(x),
+    "used before": used_before,
+    "used after": used_after,
+    "convolved twice": lambda m, x: m.norm(m.conv(x)) + m.norm(m.conv(x.flip(-1))),
+    "another convolution's": lambda m, x: m.norm(m.conv(x) + m.conv(x.flip(-1))),
+    "weight read": lambda m, x: m.norm(m.conv(x)) + m.conv.weight.square().sum(),
+    "scale read": lambda m, x: m.norm(m.conv(x)) + m.norm.weight.square().sum(),
+    "other eps": other_eps,
+    "other bias": lambda m, x: m.norm(nn.functional.conv2d(x, m.conv.weight)),
+    "by keywords": lambda m, x: m.norm(
+        nn.functional.conv2d(input=x, weight=m.conv.weight, bias=m.conv.bias)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_that_goes_by_its_inputs(name):
+    """What the first pass did not do is right, too, and other inputs afterwards."""
+    torch.manual_seed(0)
+    model = head(Switch(OTHERS[name])).double().eval()
+    x = torch.randn(5, 2, 4, 4).double()
+    model(x)
+    low, high = x - x.mean(), x + 5.0
+    for way in ({"feature_mode": "forward"}, {"feature_mode": "double_vjp"}):
+        linearizer = linearize(model, **way)
+        for inputs in (low, high, low):
+            f, Js = dense.jacobians(model, inputs)
+            V = directions(Js.shape[-1])
+            features = linearizer.features(inputs, V)
+            assert_close(features.f, f, rtol=1e-10, atol=1e-10)
+            assert_close(features.phi, Js @ V.T, rtol=1e-9, atol=1e-10)
+        assert bool(linearizer.probe(low).folds) == (name == "convolved twice")
 
 
 def test_gradients_in_the_inputs():
@@ -278,3 +407,28 @@ def test_low_precision_is_left_as_it_is(monkeypatch):
     linearizer = linearize(model, feature_mode="forward")
     linearizer.features(x, directions(linearizer.n_params, 2, torch.float32))
     assert made
+
+
+def test_folded_where_it_pays(monkeypatch):
+    """Few inputs of a network with large weights are not worth another form of all
+    directions."""
+    monkeypatch.undo()
+    model = head(nn.Conv2d(2, 32, 3, padding=1), nn.BatchNorm2d(32)).eval()
+    x = torch.randn(64, 2, 4, 4)
+    model(x)
+    linearizer = linearize(model, feature_mode="forward")
+    V = directions(linearizer.n_params, 3, torch.float32)
+    pushed, original = [], FoldedFunction.push
+    monkeypatch.setattr(
+        FoldedFunction, "push", lambda *args: pushed.append(1) or original(*args)
+    )
+    single = linearizer.features(x[:1], V)
+    assert len(pushed) == 1  # to compare
+    many = linearizer.features(x, V)
+    assert len(pushed) == 2
+    assert_close(many.phi[:1], single.phi, rtol=1e-4, atol=1e-5)
+    # Nor is a copy of the directions that does not fit.
+    linearizer = linearize(model, feature_mode="reverse", memory_budget=40_000)
+    pushed.clear()
+    linearizer.features(x, V)
+    assert len(pushed) == 1

@@ -6,12 +6,14 @@ In evaluation mode it is an affine map of every channel: with s = γ/√(σ² + 
 
 a convolution with other weights W̃ = sW and b̃ = s(b − μ) + β. So J(x)V = J̃(x)Ṽ, with
 the Jacobian J̃ in the folded parameters and the directions Ṽ that V is pushed to by the
-map (W, b, γ, β) ↦ (W̃, b̃), once for all inputs. What is saved is the derivative of the
-normalisation at every position of every channel, for each of K tangents or C outputs.
+map (W, b, γ, β) ↦ (W̃, b̃), once for all inputs of a batch. What is saved is the
+derivative of the normalisation at every position of every channel, for each of K
+tangents or C outputs.
 
 Which layers can be folded is seen in a forward pass, not guessed from the modules: the
 output of the convolution goes into the normalisation and nowhere else. Every later pass
-checks that this still holds.
+checks the same of what it does, and before features are used for the first time one
+example's are compared with those of the model as it is: a mode cannot see everything.
 
 Index legend: K directions, P parameters.
 """
@@ -19,13 +21,15 @@ Index legend: K directions, P parameters.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -84,6 +88,11 @@ class Fold:
         """Names of all that are folded into one weight and one bias."""
         names = (self.weight, self.bias, self.scale, self.shift)
         return {name for name in names if name is not None}
+
+    @property
+    def tensors(self) -> set[str]:
+        """Names of all that take part."""
+        return {*self.parameters, self.mean, self.variance}
 
     def apply(
         self, tensors: Mapping[str, torch.Tensor]
@@ -160,6 +169,15 @@ def _batch_norm_call(
     return None if call.arguments["training"] else call.arguments
 
 
+@dataclass
+class _Output:
+    """Of a layer: the names of its weight and bias, and how often it is used."""
+
+    weight: str
+    bias: str | None
+    uses: int = 0
+
+
 class FoldFinder(TorchFunctionMode):
     """Watches a forward pass for layers whose output is normalised and used nowhere
     else.
@@ -173,10 +191,9 @@ class FoldFinder(TorchFunctionMode):
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._names = {id(tensor): name for name, tensor in state.items()}
-        # Kept alive, so that no other tensor gets their identity.
-        self._outputs: dict[int, tuple[torch.Tensor, str, str | None]] = {}
-        self._uses: Counter[int] = Counter()
-        self._candidates: list[tuple[int, Fold]] = []
+        self._uses: Counter[str] = Counter()  # of parameters and buffers
+        self._outputs: dict[int, _Output] = {}  # by identity, while they are alive
+        self._candidates: list[tuple[_Output, Fold]] = []
 
     def __torch_function__(
         self,
@@ -189,7 +206,11 @@ class FoldFinder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in METADATA:
             return result
-        self._uses.update(id(t) for t in _tensors((args, kwargs)))
+        for tensor in _tensors((args, kwargs)):
+            if (name := self._names.get(id(tensor))) is not None:
+                self._uses[name] += 1
+            elif (output := self._outputs.get(id(tensor))) is not None:
+                output.uses += 1
         if (call := _batch_norm_call(func, args, kwargs)) is not None:
             self._watch_normalization(call)
         elif func in LAYERS and len(args) > 1:
@@ -202,35 +223,31 @@ class FoldFinder(TorchFunctionMode):
         batched = output.ndim == W.ndim  # else other dimensions are normalised
         if batched and id(W) in self._names and (b is None or id(b) in self._names):
             bias = None if b is None else self._names[id(b)]
-            self._outputs[id(output)] = output, self._names[id(W)], bias
-            self._uses[id(output)] = 0  # of tensors that are gone, not of this one
+            self._outputs[id(output)] = _Output(self._names[id(W)], bias)
+            # Another tensor may get the identity of one that is gone.
+            weakref.finalize(output, self._outputs.pop, id(output), None)
 
     def _watch_normalization(self, call: Mapping[str, Any]) -> None:
-        names = [
-            None if call[key] is None else self._names.get(id(call[key]), _UNKNOWN)
-            for key in ("running_mean", "running_var", "weight", "bias")
-        ]
-        mean, variance, scale, shift = names
-        if mean is None or variance is None or _UNKNOWN in names:
+        output = self._outputs.get(id(call["input"]))
+        tensors = [call[k] for k in ("running_mean", "running_var", "weight", "bias")]
+        known = all(t is None or id(t) in self._names for t in tensors)
+        if output is None or not known or tensors[0] is None:
             return
-        if (key := id(call["input"])) in self._outputs:
-            _, weight, bias = self._outputs[key]
-            fold = Fold(weight, bias, mean, variance, scale, shift, call["eps"])
-            self._candidates.append((key, fold))
+        mean, variance, scale, shift = (
+            None if t is None else self._names[id(t)] for t in tensors
+        )
+        assert mean is not None
+        assert variance is not None  # the two come together
+        names = (output.weight, output.bias, mean, variance, scale, shift)
+        self._candidates.append((output, Fold(*names, call["eps"])))
 
     @property
     def folds(self) -> tuple[Fold, ...]:
         """What was found: everything that takes part is used once."""
-        ids = {name: key for key, name in self._names.items()}
-
-        def once(keys: Iterable[int]) -> bool:
-            return all(self._uses[key] == 1 for key in keys)
-
         return tuple(
             fold
             for output, fold in self._candidates
-            if once([output, ids[fold.mean], ids[fold.variance]])
-            and once(ids[name] for name in fold.parameters)
+            if output.uses == 1 and all(self._uses[name] == 1 for name in fold.tensors)
         )
 
 
@@ -239,7 +256,11 @@ def _bias(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 
 class _Folding(TorchFunctionMode):
-    """Runs layers with folded weights, and leaves out the normalisation after them."""
+    """Runs layers with folded weights, and leaves out the normalisation after them.
+
+    Whatever else the model does with a tensor that is folded, or with the output of
+    such a layer, is an error: it would see other numbers than it should.
+    """
 
     def __init__(
         self,
@@ -248,12 +269,15 @@ class _Folding(TorchFunctionMode):
         folded: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         super().__init__()
-        self._layers = {id(state[fold.weight]): folded[fold.weight] for fold in folds}
-        self._layer_of = {
-            id(state[fold.mean]): id(state[fold.weight]) for fold in folds
-        }
-        self._state = state  # kept alive, as are outputs that wait for normalisation
-        self._waiting: dict[int, torch.Tensor] = {}
+        self._names = {id(tensor): name for name, tensor in state.items()}
+        self._by_weight: dict[str | None, Fold] = {f.weight: f for f in folds}
+        self._by_mean: dict[str | None, Fold] = {f.mean: f for f in folds}
+        self._folded = folded
+        self._not_to_use = {id(state[name]) for fold in folds for name in fold.tensors}
+        self._waiting: dict[int, Fold] = {}  # by the output to be normalised
+        self._alive: list[Any] = [
+            state
+        ]  # so that no other tensor gets the identity of these
 
     def __torch_function__(
         self,
@@ -266,30 +290,69 @@ class _Folding(TorchFunctionMode):
         if func in METADATA:
             return func(*args, **kwargs)
         if (call := _batch_norm_call(func, args, kwargs)) is not None:
-            layer = self._layer_of.get(id(call["running_mean"]))
-            if layer is not None and self._waiting.get(layer) is call["input"]:
-                return self._waiting.pop(layer)
-        self._check(_tensors((args, kwargs)))
-        if func in LAYERS and len(args) > 1 and id(args[1]) in self._layers:
-            W, b = self._layers[id(args[1])]
-            kwargs.pop("bias", None)
-            output = func(args[0], W, b, *args[3:], **kwargs)
-            self._waiting[id(args[1])] = output
-            return output
+            fold = self._by_mean.get(self._name(call["running_mean"]))
+            if fold is not None:
+                return self._normalized(fold, call)
+        if func in LAYERS and len(args) > 1:
+            fold = self._by_weight.get(self._name(args[1]))
+            if fold is not None:
+                return self._output(fold, func, args, kwargs)
+        self._check(not any(map(self._is_out_of_bounds, _tensors((args, kwargs)))))
         return func(*args, **kwargs)
 
-    def _check(self, used: Iterable[torch.Tensor]) -> None:
-        waiting = {id(output) for output in self._waiting.values()}
-        if any(id(t) in waiting or id(t) in self._layer_of for t in used):
+    def _output(
+        self,
+        fold: Fold,
+        func: Callable[..., torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        self._check(self._name(_bias(args, kwargs)) == fold.bias)
+        self._check(fold not in self._waiting.values())
+        self._check(not self._is_out_of_bounds(args[0]))
+        rest = {key: value for key, value in kwargs.items() if key != "bias"}
+        output = func(args[0], *self._folded[fold.weight], *args[3:], **rest)
+        self._waiting[id(output)] = fold
+        self._not_to_use.add(id(output))
+        self._alive.append(output)
+        return output
+
+    def _normalized(self, fold: Fold, call: Mapping[str, Any]) -> torch.Tensor:
+        names = [self._name(call[key]) for key in ("running_var", "weight", "bias")]
+        self._check(names == [fold.variance, fold.scale, fold.shift])
+        self._check(call["eps"] == fold.eps)
+        self._check(self._waiting.pop(id(call["input"]), None) == fold)
+        # Another tensor: the layer's own output is still not to be used.
+        return call["input"].view_as(call["input"])
+
+    def _name(self, tensor: torch.Tensor | None) -> str | None:
+        return None if tensor is None else self._names.get(id(tensor), _UNKNOWN)
+
+    def _is_out_of_bounds(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._not_to_use
+
+    def _check(self, as_before: bool) -> None:
+        if not as_before:
             raise FoldingError(
-                "The output of a convolution no longer goes into the batch "
+                "the output of a convolution no longer goes into the batch "
                 "normalisation after it, and nowhere else."
             )
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc, traceback)
         if exc_type is None:
-            self._check(self._waiting.values())
+            self._check(not self._waiting)
+
+
+def _is_hooked(model: nn.Module, fold: Fold) -> bool:
+    """Whether a module that has the layer, but not its normalisation, has a hook."""
+
+    def owners(name: str) -> set[str]:
+        parts = name.split(".")[:-1]
+        return {".".join(parts[: n + 1]) for n in range(len(parts))}
+
+    layer = owners(fold.weight) - owners(fold.mean)
+    return any(model.get_submodule(name)._forward_hooks for name in layer)
 
 
 class FoldedFunction(ModelFunction):
@@ -297,7 +360,8 @@ class FoldedFunction(ModelFunction):
 
     Layers are left as they are whose weight is not one of the P parameters although
     its bias or normalisation is: a posterior of a few scales should not become one of
-    all weights.
+    all weights. So are those with a hook, which would see the output after the
+    normalisation.
 
     Parameters
     ----------
@@ -313,7 +377,8 @@ class FoldedFunction(ModelFunction):
         self.folds = tuple(
             fold
             for fold in folds
-            if fold.weight in chosen or not chosen & fold.parameters
+            if (fold.weight in chosen or not chosen & fold.parameters)
+            and not _is_hooked(fn.model, fold)
         )
         self._by_weight = {fold.weight: fold for fold in self.folds}
         self._absorbed = {

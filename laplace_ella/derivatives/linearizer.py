@@ -104,6 +104,7 @@ class Linearizer:
         self._row_modes: dict[bool, RowMode] = {}
         self._jacobian_modes: dict[bool, RowMode] = {}
         self._probes: dict[tuple[Any, ...], Probe] = {}
+        self._checked: set[tuple[Any, ...]] = set()
         self._compiled: dict[Way, Way] = {}
         self._in_dtypes: dict[torch.dtype, Linearizer] = {}
 
@@ -545,11 +546,11 @@ class Linearizer:
         passes = self._passes(batch, selection)
         try:
             mode, together = self._feature_mode(passes, batch, directions)
+            self._check_folded(passes, mode, together, batch, directions)
             f, phi = passes.run(mode, together, batch, directions, create_graph)
-        except FoldingError as error:  # the model changed, or goes by its inputs
+        except FoldingError as error:
             logger.info("normalisations are not folded: %s", error)
-            unfolded = replace(self._probe(batch), folds=())
-            self._probes[self._kind(batch)] = unfolded
+            self._probes[self._kind(batch)] = replace(self._probe(batch), folds=())
             return self.features(x, directions, create_graph, top)
         f = positions.rows(f)
         outputs = selection.channels(f)
@@ -559,28 +560,54 @@ class Linearizer:
         phi = positions.rows(phi).take_along_dim(outputs.unsqueeze(-1), 1)
         return Features(f, phi, positions, outputs=outputs)
 
+    def _mode_key(
+        self, passes: FeaturePasses, directions: torch.Tensor
+    ) -> tuple[bool, int, int | None]:
+        return self._autocast, len(directions), passes.selection.limit
+
     def _feature_mode(
         self, passes: FeaturePasses, batch: Batch, directions: torch.Tensor
     ) -> tuple[FeatureMode, bool]:
         """The fastest way that works, found out once."""
-        key = (self._autocast, len(directions), passes.selection.limit)
+        key = self._mode_key(passes, directions)
         if key not in self._feature_modes:
             self._feature_modes[key] = passes.fastest(batch.detach(), directions)
             logger.info("features by %s", self._feature_modes[key][0].value)
         return self._feature_modes[key]
 
     def _passes(self, batch: Batch, selection: Selection) -> FeaturePasses:
-        probe, fn = self._probe(batch), self.fn
-        # Compilers fuse normalisations by themselves; in low precision folded weights
-        # would be those of another model.
-        exact = not self._autocast and {p.dtype for p in fn.parameters()} == {
-            self.dtype
-        }
-        if probe.folds and exact and not self.options.compile:
-            fn = FoldedFunction(fn, probe.folds)
+        probe, folded = self._probe(batch), None
+        if probe.folds and self._may_fold():
+            folded = FoldedFunction(self.fn, probe.folds)
         return FeaturePasses(
-            fn, self.sizes(probe), selection, self.options, self._compiled
+            self.fn, folded, self.sizes(probe), selection, self.options, self._compiled
         )
+
+    def _may_fold(self) -> bool:
+        """Compilers fuse normalisations by themselves; in low precision folded weights
+        would be those of another model."""
+        model = self.fn.model
+        tensors = (*model.parameters(), *model.buffers())
+        dtypes = {t.dtype for t in tensors if t.is_floating_point()}
+        own = self.fn.asked_dtype is not None or dtypes == {self.dtype}
+        return own and not self.options.compile and not self._autocast
+
+    def _check_folded(
+        self,
+        passes: FeaturePasses,
+        mode: FeatureMode,
+        together: bool,
+        batch: Batch,
+        directions: torch.Tensor,
+    ) -> None:
+        """Compare folded features with others, once for every kind of inputs."""
+        key = (self._kind(batch), mode, together)
+        if passes.folded is not None and key not in self._checked:
+            if not passes.agree(mode, together, batch, directions):
+                # The mode may be one that works in this way only.
+                self._feature_modes.pop(self._mode_key(passes, directions))
+                raise FoldingError("features of one example come out differently.")
+            self._checked.add(key)
 
     # Features and residuals
 

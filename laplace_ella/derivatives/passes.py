@@ -6,7 +6,7 @@ Index legend: B batch, O outputs of one example, P parameters, K rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from laplace_ella.derivatives.features import (
     FeatureMode,
-    Tangents,
     by_double_vjp,
     by_forward,
     by_forward_loop,
     by_reverse,
     by_reverse_loop,
 )
+from laplace_ella.derivatives.folding import FoldedFunction
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.options import ComputeOptions
 from laplace_ella.derivatives.rows import RowMode
@@ -47,6 +47,10 @@ CLEAR_RATIO = 3.0
 #: Directions of a trial of a way that takes them one after the other.
 FEW_DIRECTIONS = 4
 
+#: Numbers of activations, for all derivatives of a batch, at which it pays to bring one
+#: number of a direction into another form. ResNet-20 is level at one or two inputs.
+WORTH_FOLDING = 2.0
+
 #: Outputs and features of one pass.
 Way = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -61,7 +65,8 @@ class FeaturePasses:
     Attributes
     ----------
     fn : ModelFunction
-        the model, or the same in other parameters
+    folded : FoldedFunction, optional
+        the same in other parameters, where that may be cheaper
     sizes : PassSizes
     selection : Selection
         outputs that are wanted
@@ -71,6 +76,7 @@ class FeaturePasses:
     """
 
     fn: ModelFunction
+    folded: FoldedFunction | None
     sizes: PassSizes
     selection: Selection
     options: ComputeOptions
@@ -88,7 +94,7 @@ class FeaturePasses:
         mode features of the selected outputs only."""
         f, columns = None, []
         for block in self._blocks(mode, directions):
-            compute = self._function(mode, together, self._push(block), create_graph)
+            compute = self._function(mode, together, block, batch.size, create_graph)
             at_once = self._examples_at_once(mode, together, len(block))
             with differentiable_kernels():
                 parts = [
@@ -99,8 +105,46 @@ class FeaturePasses:
         assert f is not None  # there is at least one direction
         return f, columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
 
-    def _push(self, block: torch.Tensor) -> Tangents:
-        return self.fn.push(block.to(self.fn.device, self.fn.dtype))
+    def agree(
+        self,
+        mode: FeatureMode,
+        together: bool,
+        batch: Batch,
+        directions: torch.Tensor,
+    ) -> bool:
+        """Whether one example's features are the same without folding."""
+        one, few = batch.take(slice(0, 1)).detach(), directions[:FEW_DIRECTIONS]
+        # Folded whatever it costs: what is compared is to be used for larger batches.
+        folded = replace(self, fn=self.folded or self.fn, folded=None)
+        plain = replace(self, folded=None)
+        with torch.no_grad():
+            try:
+                ours = folded.run(mode, together, one, few)
+                theirs = plain.run(mode, together, one, few)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception:  # only one of them works: then it is not the same
+                return False
+        if not self.fn.has_values:
+            return True
+        tolerance = torch.finfo(self.fn.dtype).eps ** 0.5
+        return all(
+            float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+            for a, b in zip(ours, theirs, strict=True)
+        )
+
+    def _cheaper(self, block: torch.Tensor, n_examples: int) -> ModelFunction:
+        """The function to differentiate for a block of directions (k, P).
+
+        Folding saves work on the activations, and costs a copy of the directions.
+        """
+        k, sizes = len(block), self.sizes
+        activations = n_examples * sizes.activations.total / sizes.itemsize
+        pays = activations * min(k, self.selection.size) >= (
+            WORTH_FOLDING * k * sizes.n_params
+        )
+        fits = k * sizes.n_params * sizes.itemsize <= sizes.pass_limit
+        return self.folded if self.folded is not None and pays and fits else self.fn
 
     def _blocks(
         self, mode: FeatureMode, directions: torch.Tensor
@@ -121,11 +165,19 @@ class FeaturePasses:
         return self.sizes.examples_at_once(n_directions if together else 1)
 
     def _function(
-        self, mode: FeatureMode, together: bool, tangents: Tangents, create_graph: bool
+        self,
+        mode: FeatureMode,
+        together: bool,
+        block: torch.Tensor,
+        n_examples: int,
+        create_graph: bool,
     ) -> Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]:
-        """Outputs (b, O) and features (b, O, k) of the examples of one pass, for k
-        tangents; reverse mode has features of the selected outputs only."""
-        fn, selection, dtype = self.fn, self.selection, self.fn.dtype
+        """Outputs (b, O) and features (b, O, k) of the examples of one pass, of many
+        in all, for directions (k, P); reverse mode has features of the selected outputs
+        only."""
+        selection, dtype = self.selection, self.fn.dtype
+        fn = self._cheaper(block, n_examples)
+        tangents = fn.push(block.to(fn.device, dtype))
 
         def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
             way = self._maybe_compiled(by_forward) if together else by_forward_loop
@@ -244,7 +296,7 @@ class FeaturePasses:
         if mode is FeatureMode.REVERSE and not together:
             n = min(n, 2)  # a loop takes as long per example on a few
         many = repeated(batch, n, self.fn.device)
-        compute = self._function(mode, together, self._push(block), create_graph=False)
+        compute = self._function(mode, together, block, batch.size, create_graph=False)
         trial = attempt(
             lambda m: compute(many.take(slice(0, m))), n, measure=self.fn.has_values
         )

@@ -132,7 +132,7 @@ class PassSizes:
             return self.chunk_size
         each = max(1, self.row_bytes(rows_per_example))
         by_cache = 2 * self._limit(GRADIENT_BYTES) // each
-        by_memory = self._pass_limit // each
+        by_memory = self.pass_limit // each
         return max(
             1, min(max(ENOUGH_GRADIENTS // rows_per_example, by_cache), by_memory)
         )
@@ -144,7 +144,7 @@ class PassSizes:
         """
         numbers = self.n_params + n_outputs
         row = 2 * (numbers * self.itemsize + self.activations.largest)
-        free = self._pass_limit - 2 * self.activations.total
+        free = self.pass_limit - 2 * self.activations.total
         return max(1, min(n_outputs, free // max(1, row)))
 
     # Forward mode
@@ -160,10 +160,10 @@ class PassSizes:
         _, most = self._limit(TANGENT_BYTES)
         enough = max(FEWEST_TANGENTS, min(ENOUGH_TANGENTS, most // largest))
         by_cache = max(enough, self._tangent_limit(1) // largest)
-        by_memory = self._pass_limit // (LIVE_RESULTS * largest) - 1
+        by_memory = self.pass_limit // (LIVE_RESULTS * largest) - 1
         if self.budget is not None:  # products copy the tangents of the parameters
             tangent = self.n_params * self.itemsize + LIVE_RESULTS * largest
-            by_memory = min(by_memory, self._pass_limit // tangent)
+            by_memory = min(by_memory, self.pass_limit // tangent)
         return max(1, min(by_cache, by_memory))
 
     def examples_at_once(self, rank: int) -> int:
@@ -172,7 +172,7 @@ class PassSizes:
             return self.chunk_size
         largest = max(1, self.activations.largest)
         by_cache = self._tangent_limit(rank) // (rank * largest)
-        by_memory = self._pass_limit // max(1, self.tangent_bytes(rank))
+        by_memory = self.pass_limit // max(1, self.tangent_bytes(rank))
         return max(1, min(by_cache, by_memory))
 
     def _tangent_limit(self, rank: int) -> int:
@@ -195,7 +195,7 @@ class PassSizes:
         )
 
     @property
-    def _pass_limit(self) -> int:
+    def pass_limit(self) -> int:
         """Bytes of one pass."""
         limit = self._limit(PASS_BYTES)
         return (
