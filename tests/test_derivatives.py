@@ -768,3 +768,23 @@ def test_graph_of_the_inputs(options):
 
     x = torch.randn(2, 2).double().requires_grad_()
     assert torch.autograd.gradcheck(values, (x,))
+
+
+def test_turned_images():
+    """Inputs whose channels come last in memory, of a network whose do not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    model.extend([nn.Conv2d(4, 5, 3), nn.Flatten(), nn.Linear(45, 2)])
+    model = model.double().eval()
+    x = torch.randn(3, 7, 7, 3).double().permute(0, 3, 1, 2)
+    V, (_, Js) = directions(model, 3), dense.jacobians(model, x)
+    for way in WAYS:
+        inputs = x.clone().requires_grad_()
+        phi = linearize(model, **way).features(inputs, V, create_graph=True).phi
+        assert_close(phi, Js @ V.T)
+        assert torch.autograd.grad(phi.sum(), inputs)[0].shape == x.shape
+    linearizer = linearize(model, feature_mode="reverse", row_mode="vmap")
+    linearizer.features(x, V)
+    with torch.no_grad(), Convolutions() as convolutions:
+        linearizer.features(x, V)
+    assert all(r.is_contiguous() for r in convolutions.results if r.shape[-1] > 3)

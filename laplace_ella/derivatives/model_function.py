@@ -105,6 +105,12 @@ class ModelFunction:
         return next(self.model.parameters()).device
 
     @property
+    def is_channels_last(self) -> bool:
+        """Whether convolutions have their weights in another order in memory."""
+        weights = (p for p in self.model.parameters() if p.ndim > 3)
+        return any(not p.is_contiguous() for p in weights)
+
+    @property
     def has_values(self) -> bool:
         """Not so for fake tensors, with which only shapes are computed."""
         return has_values(next(self.model.parameters()))

@@ -227,6 +227,10 @@ class Batch:
         """The same without the graph of its tensors."""
         return replace(self, tensors=tuple(t.detach() for t in self.tensors))
 
+    def contiguous(self) -> Batch:
+        """The same, each tensor in the plain order of its dimensions."""
+        return replace(self, tensors=tuple(t.contiguous() for t in self.tensors))
+
     @property
     def signature(self) -> tuple[Any, ...]:
         """What two batches of the same kind share: shapes per example, and dtypes."""
