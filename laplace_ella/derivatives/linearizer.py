@@ -318,7 +318,7 @@ class Linearizer:
         """
         if not len(examples):
             return
-        batch = self._batch(x)
+        batch = self.fn.ordered(self._batch(x))
         sizes = self.sizes(self._probe(batch))
         at_once = min(sizes.rows_at_once(), at_most or len(examples))
         compute = self._row_function(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from laplace_ella.support.batches import has_values, map_tensors
+from laplace_ella.support.batches import Batch, has_values, map_tensors
 
 __all__ = ["ModelFunction", "matching_names", "refuse_sharded", "unwrap"]
 
@@ -105,12 +105,6 @@ class ModelFunction:
         return next(self.model.parameters()).device
 
     @property
-    def is_channels_last(self) -> bool:
-        """Whether convolutions have their weights in another order in memory."""
-        weights = (p for p in self.model.parameters() if p.ndim > 3)
-        return any(not p.is_contiguous() for p in weights)
-
-    @property
     def has_values(self) -> bool:
         """Not so for fake tensors, with which only shapes are computed."""
         return has_values(next(self.model.parameters()))
@@ -143,6 +137,16 @@ class ModelFunction:
         """Directions `(K, P)` as changes of what this is a function of,
         `(K, *shape)` each."""
         return self.split(directions)
+
+    def ordered(self, batch: Batch) -> Batch:
+        """The same inputs, for gradients: in memory as the weights want them.
+
+        Images that were turned from (H, W, C) keep their order in memory, and with it
+        all activations; ResNet-20's features in reverse mode take a fifth longer.
+        """
+        weights = (p for p in self.model.parameters() if p.ndim > 3)
+        channels_last = any(not p.is_contiguous() for p in weights)
+        return batch if channels_last else batch.contiguous()
 
     def __call__(
         self, params: Sequence[torch.Tensor], x: Any, **kwargs: Any

@@ -185,10 +185,7 @@ class FeaturePasses:
                 return way(fn, batch.inputs, tangents)
 
         def reverse(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            if not fn.is_channels_last:
-                # Images that were turned from (H, W, C) keep their order in memory, and
-                # with it all activations; ResNet-20's gradients take a fifth longer.
-                batch = batch.contiguous()
+            batch = fn.ordered(batch)
             order = torch.arange(selection.size, device=self.fn.device)
             blocks = [
                 selection.cotangents(numbers, dtype)
