@@ -117,7 +117,7 @@ NETWORKS = {
         ranks=(20,),
         tops=(1, 3, 10),
         n_fit=100,
-        n_test=300,
+        n_test=200,
         subsample_size=300,
         batch=4,
         link="probit_centered",
@@ -176,15 +176,19 @@ def seconds(work: Callable[[], object], repeats: int = 5) -> float:
     return min(times)
 
 
+def distance(probs: torch.Tensor, reference: torch.Tensor) -> float:
+    """Mean total variation of the probabilities."""
+    return float((probs - reference).abs().sum(-1).mean() / 2)
+
+
 def score(probs: torch.Tensor, reference: torch.Tensor, y: torch.Tensor) -> Any:
     """Scores, and the loss beyond the reference's with its standard error."""
     scores = metrics.classification_metrics(probs, y)
     row = {k: scores[k] for k in ("nll", "ece", "brier")}
     beyond = metrics.nll_per_example(probs, y) - metrics.nll_per_example(reference, y)
-    distance = float((probs - reference).abs().sum(-1).mean() / 2)
     error = float(beyond.std() / len(y) ** 0.5)
     row["beyond"] = f"{float(beyond.mean()):+.4f} ± {error:.4f}"
-    return {**row, "distance": distance}
+    return {**row, "distance": distance(probs, reference)}
 
 
 def rows_of(args: Any, network: Network) -> list[dict[str, Any]]:
@@ -203,15 +207,18 @@ def rows_of(args: Any, network: Network) -> list[dict[str, Any]]:
                 tau = scaled(cache)
                 own = {"scope": "temperature scaling", "passes": 1.0}
                 rows.append({**own, **score(tau, tau, y), "distance": None})
-            reference = None
+            reference = all_plain = None
             for m in (None, *reversed(network.tops)):
                 la.top_outputs = m
                 la.prior_precision, la.temperature, la.softmax_temperature = 1, 1, 1
+                settings = {"link_approx": network.link, "n_samples": 512}
+                plain = la.predict_from_cache(cache, **settings)
                 probs = predictions(la, cache, network.link)
                 if m is None:
                     everything.setdefault(rank, probs)
-                    reference = probs
+                    reference, all_plain = probs, plain
                 assert reference is not None
+                assert all_plain is not None
                 cost = seconds(lambda la=la: la(x, link_approx=network.link), 2)
                 row = {
                     "scope": scope,
@@ -219,6 +226,7 @@ def rows_of(args: Any, network: Network) -> list[dict[str, Any]]:
                     "K": rank,
                     "m": "all" if m is None else m,
                     "passes": cost / one,
+                    "alike": None if m is None else distance(plain, all_plain),
                     **score(probs, everything[rank] if m is None else reference, y),
                 }
                 rows.append(row)
@@ -237,6 +245,7 @@ COLUMNS = {
     "brier": "Brier",
     "beyond": "NLL beyond",
     "distance": "distance",
+    "alike": "distance, same settings",
 }
 
 NOTE = (
@@ -244,7 +253,8 @@ NOTE = (
     "prediction of {batch} images by that of their forward pass. NLL beyond and "
     "distance (mean "
     "total variation of the probabilities): of m outputs, from all outputs; of all "
-    "outputs, from all layers.\n\n"
+    "outputs, from all layers. With the same settings: before any were chosen, at "
+    "prior precision 1.\n\n"
 )
 
 
@@ -264,7 +274,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         batch=network.batch,
         link=network.link,
     )
-    digits = {"passes": ".1f", "distance": ".4f"}
+    digits = {"passes": ".1f", "distance": ".4f", "alike": ".4f"}
     table = note + runs.markdown(rows, COLUMNS, digits)
     (args.out / f"{args.network}.md").write_text(table)
     runs.write_environment(args.out / f"{args.network}_environment.json", args)
