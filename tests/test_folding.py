@@ -39,8 +39,9 @@ class Block(nn.Module):
         self.norm2 = nn.BatchNorm2d(4, eps=0.1)
 
     def forward(self, x):
-        inside = self.norm1(self.first(x)).relu()
-        return (x + self.norm2(self.second(inside))).relu_()
+        inside = self.norm2(self.second(self.norm1(self.first(x)).relu()))
+        inside += x
+        return inside.relu_()
 
 
 class Peeking(nn.Module):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureCache
-from laplace_ella.derivatives import linearizer
+from laplace_ella.derivatives import passes
 from tests import dense
 from tests.cases import CASES, PRIORS, Case, make, priors
 from tests.fitting import assert_close, build, fit
@@ -226,13 +226,13 @@ def test_truncate_looks_for_the_fastest_features_again(monkeypatch):
     """What is fastest for K directions need not be for fewer."""
     case = make(CLASSIFICATION)
     la = separate(case, K)
-    trials, original = [], linearizer.attempt
+    trials, original = [], passes.attempt
 
-    def attempt(*args):
+    def attempt(*args, **kwargs):
         trials.append(la.rank)
-        return original(*args)
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(linearizer, "attempt", attempt)
+    monkeypatch.setattr(passes, "attempt", attempt)
     la(case.x_test)
     la.truncate(K)  # as it is
     la(case.x_test)

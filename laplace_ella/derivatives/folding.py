@@ -274,7 +274,8 @@ class _Folding(TorchFunctionMode):
         self._by_mean: dict[str | None, Fold] = {f.mean: f for f in folds}
         self._folded = folded
         self._not_to_use = {id(state[name]) for fold in folds for name in fold.tensors}
-        self._waiting: dict[int, Fold] = {}  # by the output to be normalised
+        # By the identity of an output that is to be normalised: what it becomes.
+        self._waiting: dict[int, tuple[Fold, torch.Tensor]] = {}
         self._alive: list[Any] = [
             state
         ]  # so that no other tensor gets the identity of these
@@ -308,11 +309,15 @@ class _Folding(TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         self._check(self._name(_bias(args, kwargs)) == fold.bias)
-        self._check(fold not in self._waiting.values())
+        self._check(all(fold != other for other, _ in self._waiting.values()))
         self._check(not self._is_out_of_bounds(args[0]))
         rest = {key: value for key, value in kwargs.items() if key != "bias"}
-        output = func(args[0], *self._folded[fold.weight], *args[3:], **rest)
-        self._waiting[id(output)] = fold
+        normalized = func(args[0], *self._folded[fold.weight], *args[3:], **rest)
+        # Another tensor stands for the layer's own output, which is not to be used even
+        # after the normalisation. It is this one that is a view: in-place operations on
+        # views, as they follow a normalisation, have no batched derivative.
+        output = normalized.view_as(normalized)
+        self._waiting[id(output)] = fold, normalized
         self._not_to_use.add(id(output))
         self._alive.append(output)
         return output
@@ -321,9 +326,10 @@ class _Folding(TorchFunctionMode):
         names = [self._name(call[key]) for key in ("running_var", "weight", "bias")]
         self._check(names == [fold.variance, fold.scale, fold.shift])
         self._check(call["eps"] == fold.eps)
-        self._check(self._waiting.pop(id(call["input"]), None) == fold)
-        # Another tensor: the layer's own output is still not to be used.
-        return call["input"].view_as(call["input"])
+        waiting, normalized = self._waiting.pop(id(call["input"]), (None, None))
+        self._check(waiting == fold)
+        assert normalized is not None
+        return normalized
 
     def _name(self, tensor: torch.Tensor | None) -> str | None:
         return None if tensor is None else self._names.get(id(tensor), _UNKNOWN)
