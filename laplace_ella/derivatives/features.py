@@ -9,8 +9,10 @@ order; `Features` has them as rows, one position of one example each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 from typing import Any
 
 import torch
@@ -172,18 +174,11 @@ def by_reverse(
     Each parameter's gradients are multiplied by its part of V as they are: the copy
     into one matrix would cost more than the products.
     """
-    dtype, device = fn.dtype, tangents[0].device
+    dtype = fn.dtype
     pieces = [t.flatten(1).to(dtype) for t in tangents]  # (K, p_l) each
 
     def project(grads: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        with full_precision(device):
-            products = [
-                g.flatten(1).to(dtype) @ v.T for g, v in zip(grads, pieces, strict=True)
-            ]
-        total = products[0]
-        for product in products[1:]:
-            total = total + product
-        return total
+        return _products([g.flatten(1).to(dtype) for g in grads], pieces)
 
     return map_jacobians(fn, batch, cotangents, project)
 
@@ -197,12 +192,17 @@ def by_reverse_loop(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, one backward pass per combination and example."""
     f, J = jacobian_by_loop(fn, batch, cotangents, create_graph)
-    grads = J.split(fn.numels(), dim=-1)
-    with full_precision(J.device):
-        products = [
-            g @ t.flatten(1).T.to(g) for g, t in zip(grads, tangents, strict=True)
-        ]
-        return f, torch.stack(products).sum(0)
+    pieces = [t.flatten(1).to(J) for t in tangents]
+    return f, _products(J.split(fn.numels(), dim=-1), pieces)
+
+
+def _products(
+    grads: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Σ_l g_l v_lᵀ of gradients `(..., p_l)` and parts of the directions `(K, p_l)`."""
+    with full_precision(pieces[0].device):
+        products = (g @ v.T for g, v in zip(grads, pieces, strict=True))
+        return reduce(torch.add, products)
 
 
 def _like(tangents: Tangents, params: tuple[torch.Tensor, ...]) -> Tangents:

@@ -276,9 +276,8 @@ class _Folding(TorchFunctionMode):
         self._not_to_use = {id(state[name]) for fold in folds for name in fold.tensors}
         # By the identity of an output that is to be normalised: what it becomes.
         self._waiting: dict[int, tuple[Fold, torch.Tensor]] = {}
-        self._alive: list[Any] = [
-            state
-        ]  # so that no other tensor gets the identity of these
+        # Kept, so that no other tensor gets their identity.
+        self._alive: list[Any] = [state]
 
     def __torch_function__(
         self,

@@ -2,7 +2,7 @@
 
 Models differ in which derivatives they support and which are fast. `Linearizer` finds
 out once, on one batch, and keeps the answer; nothing is decided by the text of an
-exception, and nothing is retried afterwards.
+exception. Only what is folded is given up afterwards, if the model no longer allows it.
 
 Index legend: B batch, S positions, C outputs at each, O = S·C, P parameters, K rank.
 """
@@ -66,7 +66,6 @@ logger = logging.getLogger("laplace_ella")
 
 #: Outputs of a trial, at most.
 FEW_OUTPUTS = 64
-
 
 #: Everything chosen automatically.
 DEFAULT = ComputeOptions()

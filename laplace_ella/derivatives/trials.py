@@ -66,7 +66,7 @@ def attempt(way: Callable[[int], object], n: int, measure: bool) -> Trial:
         with differentiable_kernels(), torch.no_grad():
             return Trial(_seconds_per_example(way, n, measure))
     except (torch.cuda.OutOfMemoryError, FoldingError):
-        raise
+        raise  # neither is a matter of the way
     except Exception as error:  # whatever an unsupported operator raises
         return Trial(float("inf"), error)
 
