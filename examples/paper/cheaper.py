@@ -16,7 +16,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import process_time
 from typing import Any
 
 import torch
@@ -165,17 +164,6 @@ def scaled(cache: FeatureCache) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """CPU seconds of the quickest of some runs, after one that warms up."""
-    work()
-    times = []
-    for _ in range(repeats):
-        began = process_time()
-        work()
-        times.append(process_time() - began)
-    return min(times)
-
-
 def distance(probs: torch.Tensor, reference: torch.Tensor) -> float:
     """Mean total variation of the probabilities."""
     return float((probs - reference).abs().sum(-1).mean() / 2)
@@ -195,7 +183,7 @@ def rows_of(args: Any, network: Network) -> list[dict[str, Any]]:
     model, fit, test = network.load(args, network)
     x = test.x[: network.batch]
     with torch.no_grad():
-        one = seconds(lambda: model(x))
+        one = runs.best_seconds(lambda: model(x))
     rows: list[dict[str, Any]] = []
     everything: dict[int, torch.Tensor] = {}
     for scope, names in network.scopes.items():
@@ -219,7 +207,9 @@ def rows_of(args: Any, network: Network) -> list[dict[str, Any]]:
                     reference, all_plain = probs, plain
                 assert reference is not None
                 assert all_plain is not None
-                cost = seconds(lambda la=la: la(x, link_approx=network.link), 2)
+                cost = runs.best_seconds(
+                    lambda la=la: la(x, link_approx=network.link), 2
+                )
                 row = {
                     "scope": scope,
                     "P": f"{la.n_params:,}",

@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from time import process_time
 from typing import Any
 
 import numpy as np
@@ -672,31 +671,22 @@ def fitted_line(x: torch.Tensor, y: torch.Tensor) -> Head:
 # Costs
 
 
-def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """CPU seconds of the quickest of some runs, after one that warms up."""
-    work()
-    times = []
-    for _ in range(repeats):
-        began = process_time()
-        work()
-        times.append(process_time() - began)
-    return min(times)
-
-
 def costs(
     model: ResNet, la: ELLALaplace, heads: Heads, x: torch.Tensor
 ) -> list[dict[str, Any]]:
     """Of predictions of a batch, in forward passes."""
     with torch.no_grad():
-        one = seconds(lambda: model(x))
+        one = runs.best_seconds(lambda: model(x))
         rich = activations(model, x)[RICHEST]
         work = {"forward pass": one}
-        work["activations, with the pass"] = seconds(lambda: activations(model, x))
+        work["activations, with the pass"] = runs.best_seconds(
+            lambda: activations(model, x)
+        )
         scaled = heads.scaled(rich)
         for name, head in heads.heads.items():
-            work[f"head: {name}"] = seconds(lambda head=head: head(scaled))
+            work[f"head: {name}"] = runs.best_seconds(lambda head=head: head(scaled))
     name = f"exact features, K = {la.basis.rank}"
-    work[name] = seconds(lambda: la(x, link_approx=LINK), 2)
+    work[name] = runs.best_seconds(lambda: la(x, link_approx=LINK), 2)
     return [{"what": name, "passes": value / one} for name, value in work.items()]
 
 

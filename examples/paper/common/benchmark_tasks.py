@@ -20,22 +20,12 @@ import laplace_ella
 import laplace_ella.metrics
 from common.data import cifar10, imagenet_sample, read_images
 from common.models import ScaledInput, cifar_resnet, imagenet_model
+from common.runs import best_seconds
 from laplace_ella.derivatives.folding import FoldFinder
 
 __all__ = ["METHODS", "NETWORKS", "OPTIONS", "TASKS"]
 
 Task = Callable[[Namespace, dict[str, Any]], dict[str, Any]]
-
-
-def best_time(work: Callable[[], object], repeats: int = 3) -> float:
-    """CPU seconds of the quickest of some runs, after one that warms up."""
-    work()
-    times = []
-    for _ in range(repeats):
-        began = process_time()
-        work()
-        times.append(process_time() - began)
-    return min(times)
 
 
 def once(work: Callable[[], object]) -> float:
@@ -91,7 +81,7 @@ def resnet20(args: Namespace, n: int) -> tuple[nn.Module, torch.Tensor, torch.Te
 def forward_seconds(model: nn.Module, x: torch.Tensor) -> float:
     """Seconds of one forward pass per image."""
     with torch.no_grad():
-        return best_time(lambda: model(x)) / len(x)
+        return best_seconds(lambda: model(x)) / len(x)
 
 
 def basis_row(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +123,7 @@ def predict(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     la.fit(loader(x[: p["M"]], y[: p["M"]], 8))
     kind = "glm" if p["side"] == "ours" else "gp"
     x = x[:n]
-    seconds = best_time(lambda: la(x, pred_type=kind, link_approx="probit"), 2) / n
+    seconds = best_seconds(lambda: la(x, pred_type=kind, link_approx="probit"), 2) / n
     row = {"seconds": seconds, "forward": forward_seconds(model, x)}
     if p["side"] == "ours":
         row["mode"] = la.modes.features.value
@@ -234,7 +224,7 @@ def growth(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     x, y = torch.randn(p["N"], 64), torch.randint(p["C"], (p["N"],))
     la = ours(model, p["M"], p["K"])
     seconds = once(lambda: la.fit(loader(x, y, 64)))
-    image = best_time(lambda: la(x[:64]), 2) / 64
+    image = best_seconds(lambda: la(x[:64]), 2) / 64
     return {
         "seconds": seconds,
         "image": image,
@@ -269,7 +259,7 @@ def options(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in p["option"]):
         few = new.x[:16]
         la(few)  # compiles, finds out how to compute features
-        image = best_time(lambda: la(few), 1) / len(few)
+        image = best_seconds(lambda: la(few), 1) / len(few)
         parts = [la(part).double() for part in new.x.split(len(few))]
     probs = torch.cat(parts)
     torch.save(probs, args.cache_dir / f"probs_{p['tag']}.pt")
@@ -335,7 +325,7 @@ def passes(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             return linearizer.features(inputs, V)
 
-    seconds = best_time(features, 2) / len(x)
+    seconds = best_seconds(features, 2) / len(x)
     few = x[: math.ceil(len(x) / 4)]  # the profiler's own memory grows with the calls
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         features(few)
@@ -358,7 +348,7 @@ def passes(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
         linearizer = linearizer.with_options(linearizer.options)
         linearizer.adopt(K, modes)
         with patch.object(FoldFinder, "folds", ()):
-            row["unfolded"] = best_time(features, 2) / len(x)
+            row["unfolded"] = best_seconds(features, 2) / len(x)
     return row
 
 
@@ -404,7 +394,7 @@ def method(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     seconds = once(lambda: la.fit(loader(x[: p["N"]], y[: p["N"]], 8)))
     kind = "gp" if settings["hessian_structure"] == "gp" else "glm"
     new = x[: p["images"]]
-    image = best_time(lambda: la(new, pred_type=kind, link_approx="probit"), 2)
+    image = best_seconds(lambda: la(new, pred_type=kind, link_approx="probit"), 2)
     return {
         "seconds": seconds,
         "image": image / len(new),
@@ -430,8 +420,8 @@ def batch_size(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
                 model(part)
 
     return {
-        "seconds": best_time(predictions, 1) / p["images"],
-        "forward": best_time(outputs) / p["images"],
+        "seconds": best_seconds(predictions, 1) / p["images"],
+        "forward": best_seconds(outputs) / p["images"],
     }
 
 
