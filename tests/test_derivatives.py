@@ -455,7 +455,7 @@ def test_sizes_follow_the_network():
     assert resnet.tangents_at_once <= 400
     # So has one whose tangents are large: 4.9 MB each in EfficientNet-Lite0.
     efficientnet = PassSizes(4_652_008, 4, Activations(4_903_296, 10**8))
-    assert 4 <= efficientnet.tangents_at_once <= 8
+    assert 8 <= efficientnet.tangents_at_once <= 12
     assert PassSizes(10**6, 4, Activations(2**25, 10**9)).tangents_at_once == 1
     assert PassSizes(10**9, 4, Activations(1, 1)).rows_at_once(1000) == 1
     assert PassSizes(10**9, 4, Activations(1, 1)).outputs_at_once(1000) == 1

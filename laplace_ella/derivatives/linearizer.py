@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,6 +51,7 @@ from laplace_ella.derivatives.trials import (
 )
 from laplace_ella.errors import InsufficientMemoryError
 from laplace_ella.support.batches import Batch, chunks
+from laplace_ella.support.heap import kept_memory
 from laplace_ella.support.layout import OutputLayout, Positions, check_outputs
 from laplace_ella.support.metric import Metric, split_gradients
 from laplace_ella.support.preserve import (
@@ -230,11 +232,18 @@ class Linearizer:
 
     def sizes(self, probe: Probe) -> PassSizes:
         """How many inputs of the kind that was probed are differentiated at once."""
+        return self._sizes(probe.activations)
+
+    def kept_memory(self) -> AbstractContextManager[None]:
+        """In this context what one batch frees serves the next, see `kept_memory`."""
+        return kept_memory(self._sizes(Activations(0, 0)).heap_limit)
+
+    def _sizes(self, activations: Activations) -> PassSizes:
         budget = self.options.memory_budget
         return PassSizes(
             self.n_params,
             self.dtype.itemsize,
-            probe.activations,
+            activations,
             self.device.type,
             self.options.chunk_size,
             None if budget is None else parse_bytes(budget),
@@ -320,14 +329,15 @@ class Linearizer:
         batch = self.fn.ordered(self._batch(x))
         sizes = self.sizes(self._probe(batch))
         at_once = min(sizes.rows_at_once(), at_most or len(examples))
-        compute = self._row_function(
-            self._row_mode(batch.detach(), examples, cotangents, at_once)
-        )
-        for part in chunks(len(examples), at_once):
-            with differentiable_kernels():  # the flags are not kept between chunks
-                rows = compute(self.fn, batch, examples[part], cotangents[part])
-            yield rows
-            del rows  # else it would stay until the next ones are there
+        with kept_memory(sizes.heap_bytes(len(examples), 1)):
+            compute = self._row_function(
+                self._row_mode(batch.detach(), examples, cotangents, at_once)
+            )
+            for part in chunks(len(examples), at_once):
+                with differentiable_kernels():  # the flags are not kept between chunks
+                    rows = compute(self.fn, batch, examples[part], cotangents[part])
+                yield rows
+                del rows  # else it would stay until the next ones are there
 
     @staticmethod
     def _row_function(mode: RowMode) -> Callable[..., torch.Tensor]:
@@ -451,8 +461,9 @@ class Linearizer:
     def _example_parts(self, batch: Batch, selection: Selection) -> Iterator[Batch]:
         """Examples whose Jacobians are taken in one pass."""
         sizes = self.sizes(self._probe(batch))
-        for part in chunks(batch.size, sizes.rows_at_once(selection.size)):
-            yield batch.take(part)
+        with kept_memory(sizes.heap_bytes(batch.size, selection.size)):
+            for part in chunks(batch.size, sizes.rows_at_once(selection.size)):
+                yield batch.take(part)
 
     def _outputs_at_once(self, batch: Batch, selection: Selection) -> int:
         """Rows of one Jacobian in one pass: all, unless one example is too large."""
@@ -543,10 +554,12 @@ class Linearizer:
             phi = self._nothing(selection.n_channels, len(directions))
             return Features(f, phi, positions, outputs=selection.channels(f))
         passes = self._passes(batch, selection)
+        n_bytes = passes.sizes.heap_bytes(batch.size, selection.size, len(directions))
         try:
-            mode, together = self._feature_mode(passes, batch, directions)
-            self._check_folded(passes, mode, together, batch, directions)
-            f, phi = passes.run(mode, together, batch, directions, create_graph)
+            with kept_memory(n_bytes):
+                mode, together = self._feature_mode(passes, batch, directions)
+                self._check_folded(passes, mode, together, batch, directions)
+                f, phi = passes.run(mode, together, batch, directions, create_graph)
         except FoldingError as error:
             logger.info("normalisations are not folded: %s", error)
             self._probes[self._kind(batch)] = replace(self._probe(batch), folds=())

@@ -5,6 +5,7 @@ Index legend: B batch, O outputs of one example, P parameters, K rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -154,7 +155,9 @@ class FeaturePasses:
             return directions.split(OFFLOADED_BLOCK)
         if mode is FeatureMode.REVERSE:
             return (directions,)
-        return directions.split(self.sizes.tangents_at_once)
+        n_blocks = math.ceil(len(directions) / self.sizes.tangents_at_once)
+        # Of one size: the rest of an uneven division costs a pass of its own.
+        return directions.split(math.ceil(len(directions) / n_blocks))
 
     def _examples_at_once(
         self, mode: FeatureMode, together: bool, n_directions: int

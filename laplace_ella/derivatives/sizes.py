@@ -23,23 +23,23 @@ L = TypeVar("L")
 #: Bytes of the largest intermediate result of one forward-mode pass, all tangents
 #: together: at least, and at most where the tangents of the parameters, which every
 #: pass reads, take as much. Measured with nine networks on a CPU with 32 MB of cache:
-#: the fastest passes have 5 to 26 MB, and twice as much may take twice as long.
+#: the fastest passes have 5 to 26 MB.
 TANGENT_BYTES = {"cpu": (2**23, 3 * 2**23), "cuda": (2**29, 2**29)}
 
 #: Bytes of gradients and activations that one reverse-mode pass need not save on.
 GRADIENT_BYTES = {"cpu": 2**25, "cuda": 2**30}
 
-#: Gradients of a reverse-mode pass that are worth more memory than that. More of them
-#: are freed at once than the C library keeps, and come back page by page: ResNet-20
-#: takes 28 forward passes by 4 examples of 10 outputs, 29 to 32 by 6, 32 to 35 by 12.
+#: Gradients of a reverse-mode pass that are worth more memory than that: ResNet-20
+#: takes as long by 80 of them, and longer by 160.
 ENOUGH_GRADIENTS = 40
 
-#: Tangents of a forward-mode pass that are worth the upper limit, and those that are
-#: worth more: fewer would spend their time on computing the outputs over and over.
-#: EfficientNet-Lite0, K=20, 4.9 MB per tangent, in forward passes of one run: 46 by 5
-#: at once, 58 by 10, 68 by 20; of another: 77 by 1, 57 by 4, 77 by 20.
+#: Tangents of one example that are worth more than that, and how much: fewer would
+#: spend their time on computing the outputs over and over. In forward passes with 24
+#: and with 48 MB: EfficientNet-Lite0 37 and 33, ConvNeXt-Atto 46 and 44, ResNet-18 42
+#: and 45.
 ENOUGH_TANGENTS = 32
 FEWEST_TANGENTS = 4
+ONE_EXAMPLE_BYTES = {"cpu": 6 * 2**23, "cuda": 2**29}
 
 #: Bytes that gradients, tangents and activations of one pass may take.
 PASS_BYTES = {"cpu": 2**28, "cuda": 2**31}
@@ -49,6 +49,10 @@ PASS_SHARE = 0.25
 
 #: Intermediate results that are alive at once in a forward-mode pass.
 LIVE_RESULTS = 4
+
+#: How much of the heap is kept for a pass, by what it is expected to take. It costs
+#: nothing until it is used.
+SPARE = 2
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ class PassSizes:
     def tangents_at_once(self) -> int:
         """How many tangents one example takes in one forward-mode pass."""
         largest = max(1, self.activations.largest)
-        _, most = self._limit(TANGENT_BYTES)
+        most = self._limit(ONE_EXAMPLE_BYTES)
         enough = max(FEWEST_TANGENTS, min(ENOUGH_TANGENTS, most // largest))
         by_cache = max(enough, self._tangent_limit(1) // largest)
         by_memory = self.pass_limit // (LIVE_RESULTS * largest) - 1
@@ -193,6 +197,18 @@ class PassSizes:
             min(rows, n_rows or rows) * self.row_bytes(),
             min(examples, n_examples or examples) * self.tangent_bytes(together),
         )
+
+    def heap_bytes(self, n_examples: int, n_outputs: int, rank: int = 0) -> int:
+        """Bytes that passes over so many examples free and ask for again: with rows of
+        so many outputs, or K tangents."""
+        together = min(rank, self.tangents_at_once)
+        each = max(self.row_bytes(n_outputs), self.tangent_bytes(together))
+        return min(SPARE * n_examples * each, self.heap_limit)
+
+    @property
+    def heap_limit(self) -> int:
+        """The same for any number of examples. Other devices keep their memory."""
+        return SPARE * self.pass_limit if self.device == "cpu" else 0
 
     @property
     def pass_limit(self) -> int:

@@ -78,10 +78,12 @@ class Fitter(Planner):
     def batches(
         self, loader: Any, description: str = "", progress_bar: bool = False
     ) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Inputs on the device, and targets; memory is kept from batch to batch."""
         shown = progress_bar and self.collective.rank == 0
-        return loader_batches(
-            loader, self.linearizer.device, self.dict_key_y, description, shown
-        )
+        with self.linearizer.kept_memory():
+            yield from loader_batches(
+                loader, self.linearizer.device, self.dict_key_y, description, shown
+            )
 
     # A first look
 

@@ -16,6 +16,7 @@ import torch
 from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.support.batches import chunks, has_values
 from laplace_ella.support.disk import tensor_on_disk
+from laplace_ella.support.heap import large_tensor
 
 __all__ = ["NystromBasis", "RowSketch", "basis_from_rows", "working_numbers"]
 
@@ -30,9 +31,8 @@ GRAM_HEIGHT = 256
 #: Numbers of one product of all rows with a matrix.
 PRODUCT = 2**22
 
-#: Numbers of which a float64 copy is made. Allocators keep freed blocks of a few MB for
-#: a while, so that many of them in a row take as much memory as all at once.
-BLOCK = 2**16
+#: Numbers whose squares are added up in single precision, if they have no more.
+BLOCK = 2**10
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class RowSketch:
         self.folder = folder
         shape = (capacity, sum(numels))
         if folder is None:
-            self.buffer = torch.empty(shape, dtype=dtype, device=device)
+            self.buffer = large_tensor(shape, dtype, device)
         else:
             self.buffer = tensor_on_disk(shape, dtype, folder)
         self.keep = keep
@@ -246,9 +246,14 @@ def check_rank(rank: int, n_eigenvalues: int | None, n_samples: int) -> None:
 
 
 def _energy(rows: torch.Tensor) -> torch.Tensor:
-    """Σ of all squares in float64, without a float64 copy of all rows."""
-    parts = [part.double().square().sum() for part in rows.reshape(-1).split(BLOCK)]
-    return torch.stack(parts).sum()
+    """Σ of all squares: of a few at a time in float32, of those in float64."""
+    numbers = rows.reshape(-1)
+    if rows.dtype.itemsize < 4:
+        numbers = numbers.float()
+    whole = len(numbers) // BLOCK * BLOCK
+    norms = torch.linalg.vector_norm(numbers[:whole].view(-1, BLOCK), dim=1)
+    rest = torch.linalg.vector_norm(numbers[whole:])
+    return torch.cat([norms, rest[None]]).double().square().sum()
 
 
 def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:
