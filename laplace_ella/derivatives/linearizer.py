@@ -329,7 +329,7 @@ class Linearizer:
         batch = self.fn.ordered(self._batch(x))
         sizes = self.sizes(self._probe(batch))
         at_once = min(sizes.rows_at_once(), at_most or len(examples))
-        with kept_memory(sizes.heap_bytes(len(examples), 1)):
+        with kept_memory(sizes.row_heap(len(examples))):
             compute = self._row_function(
                 self._row_mode(batch.detach(), examples, cotangents, at_once)
             )
@@ -461,7 +461,7 @@ class Linearizer:
     def _example_parts(self, batch: Batch, selection: Selection) -> Iterator[Batch]:
         """Examples whose Jacobians are taken in one pass."""
         sizes = self.sizes(self._probe(batch))
-        with kept_memory(sizes.heap_bytes(batch.size, selection.size)):
+        with kept_memory(sizes.row_heap(batch.size, selection.size)):
             for part in chunks(batch.size, sizes.rows_at_once(selection.size)):
                 yield batch.take(part)
 
@@ -554,12 +554,10 @@ class Linearizer:
             phi = self._nothing(selection.n_channels, len(directions))
             return Features(f, phi, positions, outputs=selection.channels(f))
         passes = self._passes(batch, selection)
-        n_bytes = passes.sizes.heap_bytes(batch.size, selection.size, len(directions))
         try:
-            with kept_memory(n_bytes):
-                mode, together = self._feature_mode(passes, batch, directions)
-                self._check_folded(passes, mode, together, batch, directions)
-                f, phi = passes.run(mode, together, batch, directions, create_graph)
+            mode, together = self._feature_mode(passes, batch, directions)
+            self._check_folded(passes, mode, together, batch, directions)
+            f, phi = passes.run(mode, together, batch, directions, create_graph)
         except FoldingError as error:
             logger.info("normalisations are not folded: %s", error)
             self._probes[self._kind(batch)] = replace(self._probe(batch), folds=())

@@ -35,6 +35,7 @@ from laplace_ella.derivatives.trials import (
     winner,
 )
 from laplace_ella.support.batches import Batch, chunks
+from laplace_ella.support.heap import kept_memory
 from laplace_ella.support.preserve import differentiable_kernels
 
 __all__ = ["FeaturePasses", "Way"]
@@ -94,17 +95,29 @@ class FeaturePasses:
         """Outputs (B, O) and features (B, O, K) for directions Vᵀ (K, P); in reverse
         mode features of the selected outputs only."""
         f, columns = None, []
-        for block in self._blocks(mode, directions):
-            compute = self._function(mode, together, block, batch.size, create_graph)
-            at_once = self._examples_at_once(mode, together, len(block))
-            with differentiable_kernels():
+        n_bytes = self.heap_bytes(mode, together, batch.size, len(directions))
+        with kept_memory(n_bytes), differentiable_kernels():
+            for block in self._blocks(mode, directions):
+                at_once = self._examples_at_once(mode, together, len(block))
+                compute = self._function(
+                    mode, together, block, batch.size, create_graph
+                )
                 parts = [
                     compute(batch.take(part)) for part in chunks(batch.size, at_once)
                 ]
-            f, phi = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-            columns.append(phi)
+                f, phi = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+                columns.append(phi)
         assert f is not None  # there is at least one direction
         return f, columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
+
+    def heap_bytes(
+        self, mode: FeatureMode, together: bool, n_examples: int, n_directions: int
+    ) -> int:
+        """Bytes that are worth keeping from pass to pass, see `kept_memory`."""
+        if mode is not FeatureMode.FORWARD or not together:
+            return 0
+        n_tangents = min(n_directions, self.sizes.tangents_at_once)
+        return self.sizes.tangent_heap(n_examples, n_tangents)
 
     def agree(
         self,
@@ -155,7 +168,7 @@ class FeaturePasses:
             return directions.split(OFFLOADED_BLOCK)
         if mode is FeatureMode.REVERSE:
             return (directions,)
-        n_blocks = math.ceil(len(directions) / self.sizes.tangents_at_once)
+        n_blocks = max(1, math.ceil(len(directions) / self.sizes.tangents_at_once))
         # Of one size: the rest of an uneven division costs a pass of its own.
         return directions.split(math.ceil(len(directions) / n_blocks))
 
@@ -301,9 +314,10 @@ class FeaturePasses:
             n = min(n, 2)  # a loop takes as long per example on a few
         many = repeated(batch, n, self.fn.device)
         compute = self._function(mode, together, block, batch.size, create_graph=False)
-        trial = attempt(
-            lambda m: compute(many.take(slice(0, m))), n, measure=self.fn.has_values
-        )
+        with kept_memory(self.heap_bytes(mode, together, n, len(block))):
+            trial = attempt(
+                lambda m: compute(many.take(slice(0, m))), n, measure=self.fn.has_values
+            )
         return trial.times(len(directions) / len(block))
 
     def _costs(self, batch: Batch, rank: int) -> dict[FeatureMode, float]:

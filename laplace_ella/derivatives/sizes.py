@@ -50,9 +50,15 @@ PASS_SHARE = 0.25
 #: Intermediate results that are alive at once in a forward-mode pass.
 LIVE_RESULTS = 4
 
-#: How much of the heap is kept for a pass, by what it is expected to take. It costs
-#: nothing until it is used.
+#: How much of the heap is kept for a pass, by what it is expected to take.
 SPARE = 2
+
+#: Passes that are not worth it. ResNet-20 takes half as long again for two images if
+#: its memory goes back to the system after each call, and as long for 24.
+FEW_PASSES = 4
+
+#: Bytes of results that glibc does not keep at the top of its heap, two of them.
+LARGE_RESULT = 2**24
 
 
 @dataclass(frozen=True)
@@ -198,17 +204,32 @@ class PassSizes:
             min(examples, n_examples or examples) * self.tangent_bytes(together),
         )
 
-    def heap_bytes(self, n_examples: int, n_outputs: int, rank: int = 0) -> int:
-        """Bytes that passes over so many examples free and ask for again: with rows of
-        so many outputs, or K tangents."""
-        together = min(rank, self.tangents_at_once)
-        each = max(self.row_bytes(n_outputs), self.tangent_bytes(together))
-        return min(SPARE * n_examples * each, self.heap_limit)
+    # Memory to keep from pass to pass, see `kept_memory`
+
+    def row_heap(self, n_examples: int, rows_per_example: int = 1) -> int:
+        """Bytes for reverse-mode passes over so many examples: none for a few passes,
+        after which the system has to get them back."""
+        at_once = self.rows_at_once(rows_per_example)
+        if n_examples <= FEW_PASSES * at_once:
+            return 0
+        expected = at_once * self.row_bytes(rows_per_example)
+        return min(SPARE * expected, self.heap_limit)
+
+    def tangent_heap(self, n_examples: int, n_tangents: int) -> int:
+        """Bytes for forward-mode passes: none where the results are so small that the C
+        library keeps them anyhow."""
+        examples = min(n_examples, self.examples_at_once(n_tangents))
+        if examples * n_tangents * self.activations.largest < LARGE_RESULT:
+            return 0
+        expected = examples * self.tangent_bytes(n_tangents)
+        return min(SPARE * expected, self.heap_limit)
 
     @property
     def heap_limit(self) -> int:
-        """The same for any number of examples. Other devices keep their memory."""
-        return SPARE * self.pass_limit if self.device == "cpu" else 0
+        """Bytes at most. Other devices keep their memory by themselves."""
+        if self.device != "cpu":
+            return 0
+        return self.pass_limit * (SPARE if self.budget is None else 1)
 
     @property
     def pass_limit(self) -> int:

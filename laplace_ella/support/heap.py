@@ -1,92 +1,127 @@
 """Memory that stays with the process while a computation frees and asks for it.
 
-The C library of Linux gives what is free at the top of its heap back to the system, and
-large blocks at once. A network that is differentiated pass after pass gets the same
-memory again, page by page, each time by way of the kernel: a fifth of the time that
-features of EfficientNet-Lite0 take. The settings that prevent this belong to the whole
-process and cannot be read, so they are left alone. Instead something lies on top.
+The C library of Linux gives what is free at the top of its heap back to the system. A
+network that is differentiated pass after pass asks for the same memory again and gets
+it page by page, each by way of the kernel: a fifth of the time that features of
+EfficientNet-Lite0 take. The settings that prevent this belong to the whole process and
+cannot be read, so they are left alone. Instead something lies on top of the heap.
 """
 
 from __future__ import annotations
 
-import mmap
-import sys
+import ctypes
+import os
+import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import numpy as np
 import torch
 
-__all__ = ["kept_memory", "large_tensor"]
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
-#: Bytes of one piece of the heap. Once a piece that came from the system was freed,
-#: glibc takes others of its size from the heap; it learns so up to 32 MiB.
+__all__ = ["kept_memory", "large_tensor", "release_freed_memory"]
+
+#: Bytes of one piece of the heap. After a piece that came from the system was freed,
+#: glibc takes others of its size from the heap; that goes up to 32 MiB.
 PIECE = 24 * 2**20
 
-#: Bytes that glibc keeps at the top of the heap after that: twice a piece.
-KEPT_ANYHOW = 2 * PIECE
+#: Bytes that are worth the trouble: glibc keeps about as much by itself.
+LEAST = 64 * 2**20
 
-#: What is kept at the moment, by thread.
-_thread = threading.local()
+#: Where a process has a limit, so many times the bytes must be left of its addresses.
+HEADROOM = 4
+
+#: Whether the C library is the one that this is about.
+IS_GLIBC = platform.libc_ver()[0] == "glibc"
+
+#: Bytes of the contexts that are active.
+_active: list[int] = []
 
 
 @contextmanager
 def kept_memory(n_bytes: int) -> Iterator[None]:
     """Up to so many bytes that are freed in the block are used again in it.
 
-    Afterwards the system gets what does not lie below something that is still in use.
-    With other C libraries, and in other threads than the first, nothing changes.
+    Afterwards the system gets them. This is about the main thread with glibc; elsewhere
+    nothing changes.
     """
-    kept = getattr(_thread, "kept", 0)
-    if n_bytes <= max(kept, KEPT_ANYHOW) or sys.platform != "linux":
+    on_top = _reserve(n_bytes) if _is_worthwhile(n_bytes) else None
+    if on_top is None:
         yield
         return
-    on_top = _reserve(n_bytes)
-    _thread.kept = n_bytes  # what is in the block need not do the same
+    _active.append(n_bytes)
     try:
         yield
     finally:
-        _thread.kept = kept
-        del on_top
+        _active.remove(n_bytes)
+        _libc().free(on_top)
+        if not _active:
+            release_freed_memory()
 
 
-def _reserve(n_bytes: int) -> torch.UntypedStorage | None:
-    """Enlarge the heap by so many bytes, below the piece that is returned.
+def _is_worthwhile(n_bytes: int) -> bool:
+    return (
+        n_bytes >= max([LEAST, *(n + 1 for n in _active)])
+        and IS_GLIBC
+        and threading.current_thread() is threading.main_thread()
+        and _addresses_left() >= HEADROOM * n_bytes
+    )
 
-    That takes addresses; memory is taken only as it is written to.
-    """
-    # Storages, since tensors may be filled to make their use deterministic; the objects
-    # first, so that none of them comes to lie above the last piece.
+
+def _addresses_left() -> float:
+    """Bytes by which the process may grow."""
+    assert resource is not None  # glibc runs on systems that have it
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return float("inf")
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return limit - pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _reserve(n_bytes: int) -> int | None:
+    """Enlarge the heap by so many bytes: the address of the piece that lies on them, or
+    None if there is no room. They are taken only as they are written to."""
+    libc = _libc()
     n_pieces = -(-n_bytes // PIECE) + 1
-    pieces = [torch.UntypedStorage(0, device="cpu") for _ in range(n_pieces)]
-    try:
-        for size in (PIECE, 0, PIECE):  # from wherever, freed, and from the heap
-            for piece in pieces:
-                piece.resize_(size)
-    except RuntimeError:  # a limit of the process: then as it is without
-        return None
+    first = [libc.malloc(PIECE) for _ in range(n_pieces)]  # from wherever
+    for piece in first:
+        libc.free(piece)
+    pieces = [libc.malloc(PIECE) for _ in range(n_pieces)]  # from the heap
+    for piece in pieces[:-1]:
+        libc.free(piece)
     return pieces[-1]
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
+    return libc
+
+
+def release_freed_memory() -> None:
+    """Return freed memory to the system."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, TypeError, AttributeError):
+        pass  # not glibc
 
 
 def large_tensor(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """An empty matrix; on a CPU, if large, in huge pages where Linux has them.
+    """An empty matrix; a large one on a CPU by NumPy, which asks for huge pages.
 
     The first write to a gigabyte of ordinary pages takes a second, to huge ones a
     tenth of it.
     """
     n_bytes = shape[0] * shape[1] * dtype.itemsize
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if device.type != "cpu" or advice is None or n_bytes <= PIECE:
+    if device.type != "cpu" or n_bytes < PIECE:
         return torch.empty(shape, dtype=dtype, device=device)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    try:
-        pages = mmap.mmap(-1, n_bytes, flags=flags)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(f"{n_bytes} bytes cannot be allocated.") from error
-    try:
-        pages.madvise(advice)
-    except OSError:  # a kernel without huge pages
-        pass
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return torch.from_numpy(np.empty(n_bytes, np.uint8)).view(dtype).view(shape)

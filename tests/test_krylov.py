@@ -1,0 +1,127 @@
+"""Only the top directions, without the Gram matrix, against dense references."""
+
+import pytest
+import torch
+from laplace import Laplace
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_ella.errors import RankWarning
+from laplace_ella.posterior import basis as module
+from laplace_ella.posterior.basis import RowSketch, basis_from_rows
+
+M, P, K = 720, 3000, 10
+
+
+def rows(values, dtype=torch.float32):
+    """Rows (M, P) with these singular values."""
+    torch.manual_seed(0)
+    U = torch.linalg.qr(torch.randn(M, len(values), dtype=torch.float64))[0]
+    V = torch.linalg.qr(torch.randn(P, len(values), dtype=torch.float64))[0]
+    return ((U * values) @ V.T).to(dtype)
+
+
+def decaying(n=M):
+    return torch.arange(1, n + 1, dtype=torch.float64) ** -0.7
+
+
+def test_directions_are_those_of_a_dense_decomposition():
+    J = rows(decaying())
+    found = basis_from_rows(J.clone(), K)
+    assert (found.method, found.rank, found.tail) == ("krylov", K, None)
+    singular, Vh = torch.linalg.svd(J.double(), full_matrices=False)[1:]
+    torch.testing.assert_close(
+        found.eigenvalues, singular[:K].square(), rtol=1e-6, atol=0
+    )
+    V = found.directions.double()
+    cosines = (V * Vh[:K]).sum(1)
+    sines = (V - cosines[:, None] * Vh[:K]).norm(dim=1)
+    assert sines.max() < 1e-5
+    gram = V @ V.T
+    torch.testing.assert_close(gram, torch.eye(K).double(), rtol=0, atol=1e-6)
+    assert found.trace == pytest.approx(float(singular.square().sum()), rel=1e-6)
+
+
+def test_the_same_every_time_and_random_states_stay():
+    J = rows(decaying())
+    before = torch.get_rng_state()
+    first, second = (basis_from_rows(J.clone(), K) for _ in range(2))
+    assert torch.equal(first.directions, second.directions)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_spectrum_that_does_not_converge(monkeypatch):
+    """A few steps say nothing of a flat spectrum: the Gram matrix does."""
+    J = rows(torch.linspace(1.0, 0.99, M).double())
+    found = basis_from_rows(J.clone(), K)
+    assert found.method == "gram"
+    assert found.tail is not None
+    monkeypatch.setattr(module, "KRYLOV_RATIO", M)
+    asked = basis_from_rows(J.clone(), K)
+    assert torch.equal(found.directions, asked.directions)
+
+
+def test_fewer_directions_than_asked_for():
+    J = rows(decaying(4))
+    with pytest.warns(RankWarning, match="rank 4"):
+        found = basis_from_rows(J, K)
+    assert found.rank == 4
+
+
+def test_without_any_direction():
+    with pytest.raises(ValueError, match="gradients are zero"):
+        basis_from_rows(torch.zeros(M, P), K)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "k", "accurate"),
+    [
+        (torch.float64, K, False),
+        (torch.float32, M // 10, False),
+        (torch.float32, K, True),
+        (torch.float32, None, False),
+    ],
+    ids=["float64", "many directions", "small eigenvalues count", "all"],
+)
+def test_where_the_gram_matrix_is_used(dtype, k, accurate):
+    J = rows(decaying(), dtype)
+    sketch = RowSketch((P,), M + 1, M, dtype, torch.device("cpu"))
+    sketch.add(J)
+    found = sketch.basis(k, accurate)
+    assert found.method == "gram"
+    assert found.tail is not None
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_a_posterior_with_it(likelihood, monkeypatch):
+    """Classification does not use the rest of the spectrum, evidence of regression
+    does; predictions and evidence are those by the Gram matrix."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh())
+    model.append(nn.Linear(50, 3))
+    x = torch.randn(300, 8)
+    y = torch.randint(3, (300,)) if likelihood == "classification" else x[:, :3].sin()
+    loader = DataLoader(TensorDataset(x, y), batch_size=100)
+    settings = {"n_eigenvalues": K, "subsample_size": M, "prior_precision": 3.0}
+
+    def fitted():
+        la = Laplace(model, likelihood, "all", "nystrom", **settings)
+        la.fit(loader)
+        return la
+
+    la = fitted()
+    monkeypatch.setattr(module, "KRYLOV_RATIO", M)
+    other = fitted()
+    classifies = likelihood == "classification"
+    assert la.basis.method == ("krylov" if classifies else "gram")
+    assert other.basis.method == "gram"
+    ours, theirs = la(x[:20]), other(x[:20])
+    if classifies:
+        ours, theirs = (ours,), (theirs,)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    evidence = [m.log_marginal_likelihood() for m in (la, other)]
+    torch.testing.assert_close(*evidence, rtol=1e-5, atol=1e-3)
+    la.optimize_prior_precision(method="marglik", n_steps=3)
+    la.truncate(4)
+    assert la.basis.rank == 4
