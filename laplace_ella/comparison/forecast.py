@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella.comparison.memory import Problem
 from laplace_ella.comparison.settings import Settings
-from laplace_ella.posterior.basis import SVD_LIMIT, RowSketch
+from laplace_ella.posterior.basis import SVD_LIMIT, RowSketch, few_are_wanted
 from laplace_ella.support import batches
 from laplace_ella.support.span import Sketch
 
@@ -51,6 +51,9 @@ RANKS = (512, 128, 20)
 
 #: Rows of the matrices on which linear algebra is timed.
 FEW_ROWS = 256
+
+#: Steps in which the directions of most networks are found, two products each.
+LANCZOS_STEPS = 8
 
 #: Gradients of pairs that were not sampled, which a regression looks at.
 FEW_OTHERS = 256
@@ -255,8 +258,12 @@ def basis_seconds(
     """Seconds in which gradients `(M, P)` become a basis.
 
     That of fewer rows and parameters is timed. With both s times as many, all of it,
-    M²P for products and M³ for eigenvectors, is s³ times as much.
+    M²P for products and M³ for eigenvectors, is s³ times as much. Where only a few
+    directions are wanted, products with all rows are.
     """
+    if rank and not accurate and few_are_wanted(n_rows, n_params, rank, dtype):
+        product = product_seconds(rank, n_rows, n_params, dtype, device)
+        return (2 * LANCZOS_STEPS + 1) * product
     size = n_rows * n_params
     # Not so few that another way of computing it would be taken.
     least = SVD_LIMIT + 1 if size > SVD_LIMIT else 1

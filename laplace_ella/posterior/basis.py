@@ -6,6 +6,7 @@ J̃ (M, P), orthonormal and nested in K.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,13 @@ from laplace_ella.support.disk import tensor_on_disk
 from laplace_ella.support.heap import large_tensor
 from laplace_ella.support.preserve import full_precision
 
-__all__ = ["NystromBasis", "RowSketch", "basis_from_rows", "working_numbers"]
+__all__ = [
+    "NystromBasis",
+    "RowSketch",
+    "basis_from_rows",
+    "few_are_wanted",
+    "working_numbers",
+]
 
 #: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
 #: more accurate than the Gram matrix because it does not square the condition number.
@@ -217,7 +224,12 @@ class RowSketch:
         method, found = "gram", None
         if rows.numel() <= SVD_LIMIT:
             method, found = "svd", _by_svd(rows, wanted)
-        elif not accurate and self.folder is None and _few_are_wanted(rows, wanted):
+        elif (
+            not accurate
+            and few_are_wanted(len(rows), rows.shape[1], wanted, rows.dtype)
+            and self.folder is None  # which is read once only
+            and has_values(rows)
+        ):
             method, found = "krylov", _by_krylov(rows, wanted)
         if found is None:
             method, found = "gram", _by_gram(rows, wanted, precision)
@@ -319,15 +331,15 @@ def _directions(
     return rows[: len(eigenvalues)]
 
 
-def _few_are_wanted(rows: torch.Tensor, k: int) -> bool:
-    """Whether the top k directions cost less than the Gram matrix."""
-    fits = rows.dtype == torch.float32 and len(rows) <= rows.shape[1]
-    return fits and len(rows) >= KRYLOV_RATIO * k and has_values(rows)
+def few_are_wanted(n_rows: int, n_params: int, k: int, dtype: torch.dtype) -> bool:
+    """Whether the top k directions cost less than the Gram matrix of so many rows."""
+    large = n_rows * n_params > SVD_LIMIT and n_rows <= n_params
+    return large and n_rows >= KRYLOV_RATIO * k and dtype == torch.float32
 
 
 def _by_krylov(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Top k eigenvalues and directions by the block Lanczos method, in place; None if
-    they do not converge.
+    they do not converge, of those above the rounding noise (see `usable_rank`).
 
     From Q₀, k random vectors, the blocks GQ₀, G²Q₀, … of G = J̃J̃ᵀ, made orthonormal:
     eight products of G with k vectors instead of with M unit vectors.
@@ -337,7 +349,8 @@ def _by_krylov(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor] 
         len(rows), k, generator=generator, dtype=torch.float64, device=rows.device
     )
     Q = GQ = new[:, :0]
-    for _ in range(KRYLOV_STEPS):
+    before = math.inf
+    for steps_left in reversed(range(KRYLOV_STEPS)):
         for _ in range(2):  # once is not enough in finite precision
             new = torch.linalg.qr(new - Q @ (Q.T @ new))[0]
         Gnew = _gram_times(rows, new)
@@ -347,9 +360,14 @@ def _by_krylov(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor] 
         values, S = values.flip(0)[:k], S.flip(1)[:, :k]
         U = Q @ S
         residuals = torch.linalg.vector_norm(GQ @ S - U * values, dim=0)
-        if bool((residuals <= KRYLOV_RESIDUAL * values).all()):
+        usable = values > values[0] * torch.finfo(rows.dtype).eps * len(rows) ** 0.5
+        worst = float(torch.where(usable, residuals / values, 0).max())
+        if worst <= KRYLOV_RESIDUAL:
             return values, _directions(rows, values, U)
-        new = Gnew
+        at_this_rate = worst * (worst / before) ** steps_left
+        if steps_left <= KRYLOV_STEPS / 2 and not at_this_rate <= KRYLOV_RESIDUAL:
+            return None
+        new, before = Gnew, worst
     return None
 
 
