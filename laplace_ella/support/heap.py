@@ -25,7 +25,7 @@ try:
 except ImportError:  # Windows
     resource = None
 
-__all__ = ["kept_memory", "large_tensor", "release_freed_memory"]
+__all__ = ["kept_memory", "large_tensor"]
 
 #: Bytes of one piece of the heap. After a piece that came from the system was freed,
 #: glibc takes others of its size from the heap; that goes up to 32 MiB.
@@ -48,7 +48,8 @@ _active: list[int] = []
 def kept_memory(n_bytes: int) -> Iterator[None]:
     """Up to so many bytes that are freed in the block are used again in it.
 
-    Afterwards the system gets them. This is about the main thread with glibc; elsewhere
+    Afterwards the system gets what does not lie below something that is in use; the
+    rest serves later allocations. This is about the main thread with glibc; elsewhere
     nothing changes.
     """
     on_top = _reserve(n_bytes) if _is_worthwhile(n_bytes) else None
@@ -60,9 +61,7 @@ def kept_memory(n_bytes: int) -> Iterator[None]:
         yield
     finally:
         _active.remove(n_bytes)
-        _libc().free(on_top)
-        if not _active:
-            release_freed_memory()
+        _libc().free(on_top)  # and glibc gives back what is free below it
 
 
 def _is_worthwhile(n_bytes: int) -> bool:
@@ -103,14 +102,6 @@ def _libc() -> ctypes.CDLL:
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
     return libc
-
-
-def release_freed_memory() -> None:
-    """Return freed memory to the system."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, TypeError, AttributeError):
-        pass  # not glibc
 
 
 def large_tensor(

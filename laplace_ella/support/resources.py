@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
@@ -10,8 +11,6 @@ import time
 from pathlib import Path
 
 import torch
-
-from laplace_ella.support.heap import release_freed_memory
 
 __all__ = [
     "Stopwatch",
@@ -125,6 +124,14 @@ def _resident_bytes() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def _release_freed_memory() -> None:
+    """Return freed memory to the system, so that growth shows what is in use."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, TypeError, AttributeError):
+        pass  # not glibc: the peak is then a lower bound
+
+
 def budget_of(device: torch.device, budget: int | float | str | None) -> int:
     """The budget asked for, or a share of what is free on the device."""
     if budget is not None:
@@ -157,7 +164,7 @@ class Stopwatch:
         self.peak_bytes: int | None = None
 
     def __enter__(self) -> Stopwatch:
-        release_freed_memory()  # so that growth shows what is in use
+        _release_freed_memory()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
