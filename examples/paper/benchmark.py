@@ -155,14 +155,18 @@ def against_theirs(args: Namespace, get: Callable, small: bool) -> str:
         cells += [passes(t), passes(o)] if in_passes else ["", ""]
         lines.append(f"| {' | '.join([*cells, peak(t), peak(o)])} |")
 
-    M = 16 if small else 128
+    M = 16 if small else 512
     row_t = get("row theirs", "basis_row", side="theirs", M=8, batch=8)
     row_o = get("row ours", "basis_row", side="ours", M=M, batch=64)
     line("one sampled gradient (theirs at batch 8)", row_t, row_o)
-    p = {"M": 16, "K": 4} if small else {"M": 2000, "K": 20}
-    basis_t = get("basis theirs", "basis", side="theirs", batch=8, limit_gb=22, **p)
-    basis_o = get("basis ours", "basis", side="ours", batch=128, **p)
-    line(f"the same with the basis of M={p['M']:,} of them", basis_t, basis_o)
+    K, M, their_M = (4, 16, 8) if small else (20, 2000, 256)
+    basis_t = get("basis theirs", "basis", side="theirs", batch=8, M=their_M, K=K)
+    basis_o = get("basis ours", "basis", side="ours", batch=128, M=M, K=K)
+    line(
+        f"the same with the basis of M={M:,} of them (theirs M={their_M})",
+        basis_t,
+        basis_o,
+    )
     predict_t = get("predict theirs", "predict", side="theirs", M=24, K=20, images=8)
     predict_o = get("predict ours", "predict", side="ours", M=few, K=20, images=few)
     line("predict an image, probit, K=20", predict_t, predict_o)
