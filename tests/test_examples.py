@@ -289,6 +289,7 @@ def test_benchmark_tasks(paper, data_dir, tmp_path):
     sizes = {"side": "ours", "M": 4, "K": 2, "N": 4, "batch": 4, "images": 2}
     for task, options in {
         "basis_row": {},
+        "basis": {},
         "predict": {},
         "fit": {"tag": "fit"},
         "growth": {"P": 400, "C": 3},
