@@ -211,8 +211,9 @@ def against_theirs(args: Namespace, get: Callable, small: bool) -> str:
         "",
         f"Of the {basis_o['seconds'] * 1e3:.3g} ms of a gradient with its basis the "
         f"system takes {basis_o['system'] * 1e3:.2g} ms, for memory that is written to "
-        "for the first time. Virtual machines whose host takes free memory back pay most "
-        f"for that. Of theirs, {basis_t['system'] * 1e3:.2g} ms.",
+        "for the first time; of theirs, "
+        f"{basis_t['system'] * 1e3:.3g} ms. Virtual machines whose host takes free "
+        "memory back pay most for that.",
     ]
     return "\n".join(lines) + "\n"
 
