@@ -6,6 +6,7 @@ from laplace import Laplace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from laplace_ella.comparison import forecast
 from laplace_ella.errors import RankWarning
 from laplace_ella.posterior import basis as module
 from laplace_ella.posterior.basis import RowSketch, basis_from_rows
@@ -125,3 +126,9 @@ def test_a_posterior_with_it(likelihood, monkeypatch):
     la.optimize_prior_precision(method="marglik", n_steps=3)
     la.truncate(4)
     assert la.basis.rank == 4
+
+
+def test_forecasts_count_its_products(monkeypatch):
+    monkeypatch.setattr(forecast, "product_seconds", lambda *sizes: 1.0)
+    sizes = (2000, 10**5, 20, False, torch.float32, torch.device("cpu"))
+    assert forecast.basis_seconds(*sizes) == 2 * forecast.LANCZOS_STEPS + 1

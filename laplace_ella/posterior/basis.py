@@ -221,7 +221,7 @@ class RowSketch:
         # All usable directions: small eigenvalues count, so products in float64.
         accurate = accurate or n_eigenvalues is None
         precision = torch.float64 if accurate else rows.dtype
-        method, found = "gram", None
+        found = None
         if rows.numel() <= SVD_LIMIT:
             method, found = "svd", _by_svd(rows, wanted)
         elif (
@@ -231,7 +231,7 @@ class RowSketch:
             and has_values(rows)
         ):
             method, found = "krylov", _by_krylov(rows, wanted)
-        if found is None:
+        if found is None:  # not to be had more cheaply
             method, found = "gram", _by_gram(rows, wanted, precision)
         eigenvalues, directions = found
         rank = usable_rank(eigenvalues, rows, None if method == "svd" else precision)

@@ -16,6 +16,7 @@ import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,7 @@ def _reserve(n_bytes: int) -> int | None:
     return pieces[-1]
 
 
+@cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None)
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
