@@ -221,7 +221,7 @@ class RowSketch:
         # All usable directions: small eigenvalues count, so products in float64.
         accurate = accurate or n_eigenvalues is None
         precision = torch.float64 if accurate else rows.dtype
-        found = None
+        method, found = "gram", None
         if rows.numel() <= SVD_LIMIT:
             method, found = "svd", _by_svd(rows, wanted)
         elif (
