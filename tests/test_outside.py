@@ -209,7 +209,7 @@ def test_sketch_keeps_what_is_outside_a_span():
     new = rows[:40] * 3 + 0.1 * _rows(40, 5000, 0.5, generator)
     Q = torch.linalg.qr(rows.T)[0]
     exact = (new - new @ Q @ Q.T).square().sum(1)
-    sketch = Sketch.of(5000, 60, 0, torch.device("cpu"))
+    sketch = Sketch.of(5000, Sketch.size_for(5000, 60), 0, torch.device("cpu"))
     assert sketch.size == 180
     directions = torch.linalg.qr(sketch(rows).T)[0].T
     span = Span(directions, sketch, (60,))
@@ -218,7 +218,7 @@ def test_sketch_keeps_what_is_outside_a_span():
     assert_close((estimate / exact).mean(), torch.ones(()).double(), rtol=0.15)
     within = next(span.outside(rows * 3)).square().sum(1)
     assert within.max() < 1e-20 * rows.square().sum(1).max()
-    everything = Sketch.of(200, 60, 0, torch.device("cpu"))
+    everything = Sketch.of(200, Sketch.size_for(200, 60), 0, torch.device("cpu"))
     assert everything.signs is None
     assert everything.size == 200
     assert_close(everything(rows[:, :200]), rows[:, :200])

@@ -223,7 +223,9 @@ class Fitter(Planner):
         else:
             rows = SharedRowSketch(self.collective, n_own, *room)
         if not exact and self._keeps_span and capacity > n_samples:
-            sketch = Sketch.of(sum(fn.numels()), n_samples, self.plan.seed, self.home)
+            n_params = sum(fn.numels())
+            size = Sketch.size_for(n_params, n_samples)
+            sketch = Sketch.of(n_params, size, self.plan.seed, self.home)
             return Gathered.with_span(rows, sketch, n_own)
         if not exact and self.complement is Complement.MATCHED:
             raise ValueError(UNKNOWN_SPAN)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from laplace_ella.errors import InsufficientMemoryError
-from laplace_ella.posterior.basis import working_numbers
+from laplace_ella.posterior.products import working_numbers
 from laplace_ella.support.resources import human_bytes
 
 __all__ = [

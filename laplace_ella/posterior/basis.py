@@ -6,7 +6,6 @@ J̃ (M, P), orthonormal and nested in K.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,38 +14,21 @@ from pathlib import Path
 import torch
 
 from laplace_ella.errors import RankWarning, warn_caller
-from laplace_ella.support.batches import chunks, has_values
+from laplace_ella.posterior.davidson import leading_eigenpairs
+from laplace_ella.posterior.products import gram, multiply, orthonormalize_
+from laplace_ella.support.batches import has_values
 from laplace_ella.support.disk import tensor_on_disk
 from laplace_ella.support.heap import large_tensor
-from laplace_ella.support.preserve import full_precision
 
-__all__ = [
-    "NystromBasis",
-    "RowSketch",
-    "basis_from_rows",
-    "few_are_wanted",
-    "working_numbers",
-]
+__all__ = ["NystromBasis", "RowSketch", "basis_from_rows", "few_are_wanted"]
 
 #: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
 #: more accurate than the Gram matrix because it does not square the condition number.
 SVD_LIMIT = 2_000_000
 
-#: Columns that enter one product with all rows, and rows of one block of it.
-GRAM_WIDTH = 16_384
-GRAM_HEIGHT = 256
-
-#: Numbers of one product of all rows with a matrix.
-PRODUCT = 2**22
-
 #: Gradients per direction from which on only the directions are computed, where the
-#: rest of the spectrum is not used: ResNet-20, M = 2,000 and K = 20 take 8 steps and
-#: half the time of the Gram matrix and its eigenvalues.
-KRYLOV_RATIO = 60
-
-#: Steps of the block Lanczos method at most, and ‖Gu − λu‖/λ of its results.
-KRYLOV_STEPS = 14
-KRYLOV_RESIDUAL = 8e-6
+#: rest of the spectrum is not used.
+FEW_RATIO = 50
 
 #: Numbers of which a float64 copy is made. Allocators keep freed blocks of a few MB for
 #: a while, so that many of them in a row take as much memory as all at once.
@@ -68,7 +50,7 @@ class NystromBasis:
     trace : float
         sum of all eigenvalues of J̃J̃ᵀ
     method : str
-        how it was computed: "svd", "gram", "krylov" or "streaming"
+        how it was computed: "svd", "gram", "davidson" or "streaming"
     numels : tuple of int
         sizes of the L parameter tensors that make up the P columns
     tail : torch.Tensor, optional
@@ -230,7 +212,7 @@ class RowSketch:
             and self.folder is None  # which is read once only
             and has_values(rows)
         ):
-            method, found = "krylov", _by_krylov(rows, wanted)
+            method, found = "davidson", _by_davidson(rows, wanted)
         if found is None:  # not to be had more cheaply
             method, found = "gram", _by_gram(rows, wanted, precision)
         eigenvalues, directions = found
@@ -252,7 +234,7 @@ class RowSketch:
             float(self.energy) if known else float("nan"),
             "streaming" if self.compressed else method,
             self.numels,
-            None if self.compressed or method == "krylov" else eigenvalues[rank:],
+            None if self.compressed or method == "davidson" else eigenvalues[rank:],
         )
 
 
@@ -334,111 +316,12 @@ def _directions(
 def few_are_wanted(n_rows: int, n_params: int, k: int, dtype: torch.dtype) -> bool:
     """Whether the top k directions cost less than the Gram matrix of so many rows."""
     large = n_rows * n_params > SVD_LIMIT and n_rows <= n_params
-    return large and n_rows >= KRYLOV_RATIO * k and dtype == torch.float32
+    return large and n_rows >= FEW_RATIO * k and dtype == torch.float32
 
 
-def _by_krylov(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Top k eigenvalues and directions by the block Lanczos method, in place; None if
-    they do not converge, of those above the rounding noise (see `usable_rank`).
-
-    From Q₀, k random vectors, the blocks GQ₀, G²Q₀, … of G = J̃J̃ᵀ, made orthonormal:
-    eight products of G with k vectors instead of with M unit vectors.
-    """
-    generator = torch.Generator(rows.device).manual_seed(0)
-    new = torch.randn(
-        len(rows), k, generator=generator, dtype=torch.float64, device=rows.device
-    )
-    Q = GQ = new[:, :0]
-    before = math.inf
-    for steps_left in reversed(range(KRYLOV_STEPS)):
-        for _ in range(2):  # once is not enough in finite precision
-            new = torch.linalg.qr(new - Q @ (Q.T @ new))[0]
-        Gnew = _gram_times(rows, new)
-        Q, GQ = torch.cat([Q, new], 1), torch.cat([GQ, Gnew], 1)
-        T = Q.T @ GQ
-        values, S = torch.linalg.eigh((T + T.T) / 2)
-        values, S = values.flip(0)[:k], S.flip(1)[:, :k]
-        U = Q @ S
-        residuals = torch.linalg.vector_norm(GQ @ S - U * values, dim=0)
-        usable = values > values[0] * torch.finfo(rows.dtype).eps * len(rows) ** 0.5
-        worst = float(torch.where(usable, residuals / values, 0).max())
-        if worst <= KRYLOV_RESIDUAL:
-            return values, _directions(rows, values, U)
-        at_this_rate = worst * (worst / before) ** steps_left
-        if steps_left <= KRYLOV_STEPS / 2 and not at_this_rate <= KRYLOV_RESIDUAL:
-            return None
-        new, before = Gnew, worst
-    return None
-
-
-def _gram_times(rows: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """J̃J̃ᵀu for vectors `(M, k)`: products in the rows' dtype, added up in float64."""
-    u = vectors.T.to(rows.dtype)
-    total = torch.zeros_like(vectors.T)
-    for columns in chunks(rows.shape[1], _width(len(u))):
-        block = rows[:, columns]
-        with full_precision(rows.device):
-            total += (u @ block) @ block.T
-    return total.T
-
-
-def gram(rows: torch.Tensor, precision: torch.dtype | None = None) -> torch.Tensor:
-    """J̃J̃ᵀ (M, M): products in the rows' dtype unless told, accumulated in float64.
-
-    Only the blocks on and below the diagonal are multiplied.
-    """
-    converts = precision not in (None, rows.dtype)
-    width = GRAM_WIDTH // 8 if converts else GRAM_WIDTH  # copies should be small
-    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
-    dtype = rows.dtype if precision is None else precision
-    room = rows.new_empty(min(GRAM_HEIGHT, len(rows)) * len(rows), dtype=dtype)
-    for columns in chunks(rows.shape[1], width):
-        block = rows[:, columns].to(dtype)
-        for part in chunks(len(rows), GRAM_HEIGHT):
-            product = _product(block[part], block[: part.stop].T, room)
-            total[part, : part.stop] += product
-    for part in chunks(len(rows), GRAM_HEIGHT):  # in place: copies would be as large
-        total[: part.start, part] = total[part, : part.start].T
-        square = total[part, part]
-        square.copy_(square.tril() + square.tril(-1).T)
-    return total
-
-
-def orthonormalize_(directions: torch.Tensor) -> None:
-    """Make rows orthonormal in place, keeping their nested spans (Cholesky-QR).
-
-    Dividing by √λ_k loses digits for small λ_k; this restores orthogonality.
-    """
-    factor, info = torch.linalg.cholesky_ex(gram(directions))
-    if has_values(info) and info.any():  # too close to singular for a Gram matrix
-        directions.copy_(torch.linalg.qr(directions.double().T)[0].T)
-        return
-    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-    inverse = torch.linalg.solve_triangular(factor, eye, upper=False)
-    multiply(inverse, directions, out=directions)
-
-
-def _width(n_rows: int) -> int:
-    """Columns of a product that are computed at once."""
-    return max(1024, min(GRAM_WIDTH, PRODUCT // max(1, n_rows)))
-
-
-def working_numbers(n_rows: int, n_columns: int) -> int:
-    """Numbers that a decomposition of so many rows takes besides them and their Gram
-    matrix: a block of columns in float64, or of a product."""
-    return n_rows * min(n_columns, max(GRAM_WIDTH // 8, _width(n_rows)))
-
-
-def multiply(matrix: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """matrix @ rows into the first rows of `out`, which may be `rows` itself."""
-    matrix = matrix.to(rows.dtype)
-    width = _width(len(matrix))
-    room = rows.new_empty(len(matrix) * min(width, rows.shape[1]))
-    for columns in chunks(rows.shape[1], width):
-        out[: len(matrix), columns] = _product(matrix, rows[:, columns], room)
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """ab in memory that is used again, and not in low precision under autocast."""
-    n, m = len(a), b.shape[1]
-    return torch.mm(a, b, out=room[: n * m].view(n, m))
+def _by_davidson(
+    rows: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The top eigenvalues alone and their directions, in place, or None."""
+    found = leading_eigenpairs(rows, k)
+    return None if found is None else (found[0], _directions(rows, *found))

@@ -16,11 +16,9 @@ from laplace_ella.posterior.basis import (
     NystromBasis,
     RowSketch,
     check_rank,
-    gram,
-    multiply,
-    orthonormalize_,
     usable_rank,
 )
+from laplace_ella.posterior.products import gram, multiply, orthonormalize_
 from laplace_ella.support.collective import Collective
 
 __all__ = ["SharedRowSketch"]

@@ -50,18 +50,17 @@ class Sketch:
     size: int
 
     @classmethod
-    def of(cls, n_params: int, n_rows: int, seed: int, device: torch.device) -> Sketch:
-        """One that suits so many rows; equal for equal seeds, on every device."""
-        size = cls.size_for(n_params, n_rows)
-        if size == n_params:
-            return cls(None, size)
+    def of(cls, n_params: int, size: int, seed: int, device: torch.device) -> Sketch:
+        """One of so many groups; equal for equal seeds, on every device."""
+        if size >= n_params:
+            return cls(None, n_params)
         generator = torch.Generator().manual_seed(seed)
         bits = torch.randint(0, 2, (n_params,), generator=generator, dtype=torch.int8)
         return cls((2 * bits - 1).to(device), size)
 
     @staticmethod
     def size_for(n_params: int, n_rows: int) -> int:
-        """p that suits so many rows."""
+        """p for the span of so many rows."""
         few = n_params <= ALL_PER_ROW * n_rows
         return n_params if few else GROUPS_PER_ROW * n_rows
 

@@ -10,8 +10,9 @@ from laplace_ella.comparison import forecast
 from laplace_ella.errors import RankWarning
 from laplace_ella.posterior import basis as module
 from laplace_ella.posterior.basis import RowSketch, basis_from_rows
+from laplace_ella.posterior.davidson import leading_eigenpairs
 
-M, P, K = 720, 3000, 10
+M, P, K = 720, 9000, 10
 
 
 def rows(values, dtype=torch.float32):
@@ -29,7 +30,7 @@ def decaying(n=M):
 def test_directions_are_those_of_a_dense_decomposition():
     J = rows(decaying())
     found = basis_from_rows(J.clone(), K)
-    assert (found.method, found.rank, found.tail) == ("krylov", K, None)
+    assert (found.method, found.rank, found.tail) == ("davidson", K, None)
     singular, Vh = torch.linalg.svd(J.double(), full_matrices=False)[1:]
     torch.testing.assert_close(
         found.eigenvalues, singular[:K].square(), rtol=1e-6, atol=0
@@ -43,6 +44,21 @@ def test_directions_are_those_of_a_dense_decomposition():
     assert found.trace == pytest.approx(float(singular.square().sum()), rel=1e-6)
 
 
+@pytest.mark.parametrize("power", [-0.3, -0.7, -2.0])
+def test_residuals_are_those_that_are_stated(power):
+    """However fast the spectrum decays: with the sketch as a guess or as a whole."""
+    J = rows(torch.arange(1, M + 1, dtype=torch.float64) ** power)
+    for few in (J, J[:, :500]):  # of 500 parameters all are kept
+        found = leading_eigenpairs(few, K)
+        assert found is not None
+        values, U = found
+        product = few.double() @ (few.double().T @ U)
+        residuals = (product - U * values).norm(dim=0) / values
+        allowed = (values[0] / values * 1e-8).clamp_min(1e-5)  # rounding of products
+        assert (residuals < allowed).all()
+        torch.testing.assert_close(U.T @ U, torch.eye(K).double(), rtol=0, atol=1e-12)
+
+
 def test_the_same_every_time_and_random_states_stay():
     J = rows(decaying())
     before = torch.get_rng_state()
@@ -51,13 +67,21 @@ def test_the_same_every_time_and_random_states_stay():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_under_autocast():
+    J = rows(decaying())
+    plain = basis_from_rows(J.clone(), K)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = basis_from_rows(J.clone(), K)
+    assert torch.equal(mixed.directions, plain.directions)
+
+
 def test_a_spectrum_that_does_not_converge(monkeypatch):
     """A few steps say nothing of a flat spectrum: the Gram matrix does."""
     J = rows(torch.linspace(1.0, 0.99, M).double())
     found = basis_from_rows(J.clone(), K)
     assert found.method == "gram"
     assert found.tail is not None
-    monkeypatch.setattr(module, "KRYLOV_RATIO", M)
+    monkeypatch.setattr(module, "FEW_RATIO", M)
     asked = basis_from_rows(J.clone(), K)
     assert torch.equal(found.directions, asked.directions)
 
@@ -111,10 +135,10 @@ def test_a_posterior_with_it(likelihood, monkeypatch):
         return la
 
     la = fitted()
-    monkeypatch.setattr(module, "KRYLOV_RATIO", M)
+    monkeypatch.setattr(module, "FEW_RATIO", M)
     other = fitted()
     classifies = likelihood == "classification"
-    assert la.basis.method == ("krylov" if classifies else "gram")
+    assert la.basis.method == ("davidson" if classifies else "gram")
     assert other.basis.method == "gram"
     ours, theirs = la(x[:20]), other(x[:20])
     if classifies:
@@ -131,4 +155,4 @@ def test_a_posterior_with_it(likelihood, monkeypatch):
 def test_forecasts_count_its_products(monkeypatch):
     monkeypatch.setattr(forecast, "product_seconds", lambda *sizes: 1.0)
     sizes = (2000, 10**5, 20, False, torch.float32, torch.device("cpu"))
-    assert forecast.basis_seconds(*sizes) == 2 * forecast.LANCZOS_STEPS + 1
+    assert forecast.basis_seconds(*sizes) == 2 * forecast.DAVIDSON_STEPS + 1
