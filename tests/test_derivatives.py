@@ -9,8 +9,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laplace_ella.derivatives import linearizer as module
-from laplace_ella.derivatives import passes, sizes
+from laplace_ella.derivatives import (
+    feature_passes,
+    jacobian_passes,
+    row_passes,
+    sizes,
+)
 from laplace_ella.derivatives.features import (
     FeatureMode,
     by_forward,
@@ -18,12 +22,14 @@ from laplace_ella.derivatives.features import (
     by_reverse,
 )
 from laplace_ella.derivatives.folding import FoldedFunction
-from laplace_ella.derivatives.linearizer import Linearizer
+from laplace_ella.derivatives.jacobian_passes import JacobianPasses
+from laplace_ella.derivatives.linearizer import Linearizer, Probe
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import Modes
 from laplace_ella.derivatives.options import ComputeOptions
 from laplace_ella.derivatives.rows import RowMode, pull_back
 from laplace_ella.derivatives.sizes import Activations, PassSizes
+from laplace_ella.derivatives.trials import FEWEST_EXAMPLES, attempt
 from laplace_ella.errors import InsufficientMemoryError, NotDifferentiableError
 from laplace_ella.support.batches import Batch, take
 from laplace_ella.support.layout import OutputLayout
@@ -357,14 +363,14 @@ class Trials:
     """The numbers of examples of all trials."""
 
     def __init__(self, monkeypatch):
-        self.sizes, original = [], module.attempt
+        self.sizes = []
 
-        def attempt(way, n, measure):
+        def noted(way, n, measure):
             self.sizes.append(n)
-            return original(way, n, measure)
+            return attempt(way, n, measure)
 
-        for user in (module, passes):
-            monkeypatch.setattr(user, "attempt", attempt)
+        for user in (feature_passes, jacobian_passes, row_passes):
+            monkeypatch.setattr(user, "attempt", noted)
 
 
 def test_decisions_are_kept_for_each_rank(monkeypatch):
@@ -434,7 +440,7 @@ def test_trials_are_as_large_as_the_passes(monkeypatch):
     trials.sizes.clear()
     # A batch of one example is no hint that all batches are that small.
     linearize(model).jacobian(x[:1])
-    assert max(trials.sizes) == module.FEWEST_EXAMPLES
+    assert max(trials.sizes) == FEWEST_EXAMPLES
     trials.sizes.clear()
     # What was asked for is tried, and not timed.
     linearize(model, row_mode="vmap").jacobian(x)
@@ -627,7 +633,7 @@ def layout_of_work(request, monkeypatch):
     original = Linearizer.sizes
 
     def without_activations(self, probe):
-        return original(self, module.Probe(probe.output_shape, Activations(0, 0)))
+        return original(self, Probe(probe.output_shape, Activations(0, 0)))
 
     monkeypatch.setattr(Linearizer, "sizes", without_activations)
     return request.param
@@ -646,13 +652,13 @@ def test_blocks(layout_of_work, row_mode, first, monkeypatch):
     V = directions(model, 3)
     P = V.shape[1]
     f, Js = dense.jacobians(lambda x: model(x).flatten(1), x, list(model.parameters()))
-    most, original = [], Linearizer._differentiate
+    most, original = [], JacobianPasses.run
 
-    def differentiate(self, batch, selection, numbers, create_graph):
+    def run(self, mode, batch, numbers, create_graph):
         most.append(batch.size * len(numbers))
-        return original(self, batch, selection, numbers, create_graph)
+        return original(self, mode, batch, numbers, create_graph)
 
-    monkeypatch.setattr(Linearizer, "_differentiate", differentiate)
+    monkeypatch.setattr(JacobianPasses, "run", run)
     outputs, J, positions = linearizer.jacobian(x)
     assert_close(outputs, f)
     assert_close(J, Js)

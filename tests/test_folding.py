@@ -6,11 +6,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from laplace_ella.derivatives import passes
+from laplace_ella.derivatives import feature_passes, row_passes
 from laplace_ella.derivatives.folding import FoldedFunction
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.options import ComputeOptions
+from laplace_ella.posterior.basis import RowSketch
 from tests import dense
 from tests.fitting import assert_close
 
@@ -25,7 +26,8 @@ WAYS = [
 @pytest.fixture(autouse=True)
 def _always(monkeypatch):
     """Folded although the networks are too small for it to pay."""
-    monkeypatch.setattr(passes, "WORTH_FOLDING", 0.0)
+    for passes in (feature_passes, row_passes):
+        monkeypatch.setattr(passes, "WORTH_FOLDING", 0.0)
 
 
 class Block(nn.Module):
@@ -142,6 +144,13 @@ def directions(n_params, k=4, dtype=torch.float64):
     return torch.linalg.qr(A)[0].T.to(dtype)
 
 
+def all_rows(linearizer, x, n_outputs):
+    """Gradients of all outputs of all examples, (B, C, P)."""
+    examples = torch.arange(len(x)).repeat_interleave(n_outputs)
+    units = torch.eye(n_outputs).repeat(len(x), 1)
+    return linearizer.rows(x, examples, units).unflatten(0, (len(x), n_outputs))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_found_and_the_same_features(name):
     """What can be folded is, and features are the dense J(x)V in every mode."""
@@ -155,6 +164,8 @@ def test_found_and_the_same_features(name):
         features = linearizer.features(x, V)
         assert_close(features.f, f, rtol=1e-10, atol=1e-10)
         assert_close(features.phi, Js @ V.T, rtol=1e-9, atol=1e-10)
+    rows = all_rows(linearize(model, row_mode="vmap"), x, f.shape[-1])
+    assert_close(rows, Js, rtol=1e-9, atol=1e-10)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
@@ -188,6 +199,8 @@ def test_some_parameters(chosen, n_folds):
     for way in WAYS:
         phi = linearize(model, chosen, **way).features(x, V).phi
         assert_close(phi, Js @ V.T, rtol=1e-9, atol=1e-10)
+    rows = all_rows(linearize(model, chosen, row_mode="vmap"), x, Js.shape[1])
+    assert_close(rows, Js, rtol=1e-9, atol=1e-10)
 
 
 def test_directions_are_pushed_by_the_derivative():
@@ -203,6 +216,13 @@ def test_directions_are_pushed_by_the_derivative():
         )
         for have, want in zip(pushed, expected, strict=True):
             assert_close(have[k], want, rtol=1e-12, atol=1e-12)
+    # ⟨g, push(v)⟩ = ⟨pull(g), v⟩ for all g and v
+    gradients = [torch.randn(2, *shape).double() for shape in folded.shapes()]
+    pulled = torch.empty(2, fn.n_params).double()
+    folded.pull(gradients, pulled)
+    pairs = zip(gradients, pushed, strict=True)
+    products = sum(g.flatten(1) @ p.flatten(1).T for g, p in pairs)
+    assert_close(pulled @ V.T, products, rtol=1e-12, atol=1e-12)
     assert [p.shape for p in folded.parameters()] == folded.shapes()
     assert [p.shape[1:] for p in pushed] == folded.shapes()
 
@@ -227,6 +247,31 @@ def test_a_model_that_changed_is_not_folded():
     handle.remove()
     assert_close(features.phi, Js @ V.T, rtol=1e-9, atol=1e-10)
     assert not linearizer.probe(x).folds
+
+
+def test_gradients_of_a_model_that_changes_on_the_way():
+    """Those that are there stay, the rest is not folded, and all are written where they
+    are gathered."""
+    model, x, _ = make("plain")
+    linearizer = linearize(model, row_mode="vmap", chunk_size=2)
+    f, Js = dense.jacobians(model, x)
+    n, P = len(x), Js.shape[-1]
+    sketch = RowSketch((P,), n + 1, n, torch.float64, torch.device("cpu"))
+    units = torch.eye(f.shape[1])[:1].expand(n, -1)
+    chunks = linearizer.row_chunks(x, torch.arange(n), units, room=sketch.room)
+    sketch.add(next(chunks))
+    assert linearizer.probe(x).folds
+    seen = []  # sums of what the convolution returns, which nothing else may use
+    handle = model[0].register_forward_hook(lambda *args: seen.append(args[2].sum()))
+    for rows in chunks:
+        assert rows.data_ptr() == sketch.buffer[sketch.filled].data_ptr()
+        sketch.add(rows)
+    handle.remove()
+    assert seen
+    assert not linearizer.probe(x).folds
+    assert sketch.n_samples == n
+    assert_close(sketch.buffer[:n], Js[:, 0], rtol=1e-9, atol=1e-10)
+    assert_close(sketch.energy, Js[:, 0].square().sum(), rtol=1e-12, atol=0)
 
 
 class Hidden(nn.Module):
@@ -274,6 +319,9 @@ def test_what_cannot_be_seen_is_compared(run):
         features = linearize(model, **way).features(x, V)
         assert_close(features.f, f, rtol=1e-10, atol=1e-10)
         assert_close(features.phi, Js @ V.T, rtol=1e-9, atol=1e-10)
+    mode = "loop" if run is recomputed else "vmap"  # which cannot recompute
+    rows = all_rows(linearize(model, row_mode=mode), x, f.shape[-1])
+    assert_close(rows, Js, rtol=1e-9, atol=1e-10)
 
 
 def test_precision_inside_is_left_as_it_is():
@@ -428,6 +476,18 @@ def test_folded_where_it_pays(monkeypatch):
     many = linearizer.features(x, V)
     assert len(pushed) == 2
     assert_close(many.phi[:1], single.phi, rtol=1e-4, atol=1e-5)
+    # Gradients go by the activations of one example.
+    pulled, pull = [], FoldedFunction.pull
+    monkeypatch.setattr(
+        FoldedFunction, "pull", lambda *args: pulled.append(1) or pull(*args)
+    )
+    for size, pays in ((1, False), (8, True)):
+        wide = head(nn.Conv2d(2, 32, size), nn.BatchNorm2d(32), nn.AvgPool2d(2)).eval()
+        inputs = torch.randn(3, 2, size + 1, size + 1)
+        wide(inputs)
+        all_rows(linearize(wide, row_mode="vmap"), inputs, 3)
+        assert bool(pulled) is not pays  # 8×8 weights for four positions
+        pulled.clear()
     # Nor is a copy of the directions that does not fit.
     linearizer = linearize(model, feature_mode="reverse", memory_budget=40_000)
     pushed.clear()

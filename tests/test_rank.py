@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureCache
-from laplace_ella.derivatives import passes
+from laplace_ella.derivatives import feature_passes as passes
 from tests import dense
 from tests.cases import CASES, PRIORS, Case, make, priors
 from tests.fitting import assert_close, build, fit

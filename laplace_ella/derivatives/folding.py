@@ -131,6 +131,30 @@ class Fold:
             offset += shift
         return weight, offset
 
+    def pull(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        gradients: tuple[torch.Tensor, torch.Tensor],
+        rows: Mapping[str, torch.Tensor],
+    ) -> None:
+        """The transpose of `push`: gradients `(m, *shape)` with respect to W̃ and b̃,
+        into those of some parameters, W among them."""
+        weight, offset = gradients
+        s, W = self._factor(tensors), tensors[self.weight]
+        torch.mul(weight, _channels(s, W), out=rows[self.weight])
+        bias, scale, shift = (
+            None if name is None else rows.get(name)
+            for name in (self.bias, self.scale, self.shift)
+        )
+        if bias is not None:
+            torch.mul(offset, s, out=bias)
+        if scale is not None:
+            total = torch.linalg.vecdot(weight.flatten(2), W.flatten(1))
+            total.addcmul_(offset, self._centred(tensors))
+            torch.mul(total, self._spread(tensors), out=scale)
+        if shift is not None:
+            shift.copy_(offset)
+
     def _spread(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """1/√(σ² + ε)."""
         return (tensors[self.variance] + self.eps).rsqrt()
@@ -411,9 +435,18 @@ class FoldedFunction(ModelFunction):
         ones, `(K, *shape)` each."""
         pieces = self._unfolded.split(directions)
         tangents = dict(zip(self.names, pieces, strict=True))
-        own = zip(self.names, self._unfolded.parameters(), strict=True)
-        tensors = {**self.constants(), **dict(own)}
+        tensors = self._tensors()
         return self._in_order(tangents, lambda fold: fold.push(tensors, tangents))
+
+    def pull(self, gradients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        rows = dict(zip(self.names, self._unfolded.split(out), strict=True))
+        remaining, tensors = iter(gradients), self._tensors()
+        for name in self.names:
+            if name in self._by_weight:
+                both = next(remaining), next(remaining)
+                self._by_weight[name].pull(tensors, both, rows)
+            elif name not in self._absorbed:
+                rows[name].copy_(next(remaining))
 
     def prepare(
         self, params: Sequence[torch.Tensor], x: Any, **kwargs: Any
@@ -441,6 +474,11 @@ class FoldedFunction(ModelFunction):
         own = dict(zip(self.names, params, strict=True))
         tensors = {**self.constants(), **own}
         return self._in_order(own, lambda fold: fold.apply(tensors))
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the model, by name."""
+        own = zip(self.names, self._unfolded.parameters(), strict=True)
+        return {**self.constants(), **dict(own)}
 
     def _in_order(
         self,

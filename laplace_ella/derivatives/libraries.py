@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from laplace_ella.derivatives.model_function import ModelFunction
-from laplace_ella.derivatives.rows import RowMode, pull_back
+from laplace_ella.derivatives.rows import RowMode, empty_rows, pull_back
 from laplace_ella.errors import UnsupportedLayerError
 from laplace_ella.support.batches import Batch, has_values
 
@@ -147,12 +147,13 @@ def rows_by_backend(
     batch: Batch,
     examples: torch.Tensor,
     cotangents: torch.Tensor,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    """cᵀJ(x) for `cotangents[m]` at example `examples[m]` of the batch: (m, P).
+    """cᵀJ(x) for `cotangents[m]` at example `examples[m]` of the batch, into `out`
+    (m, P).
 
     One forward and one backward pass over the m examples, as `rows_by_vmap` has.
     """
-    m, dtype = len(examples), fn.dtype
     with torch.enable_grad():
         params = [p.requires_grad_() for p in fn.parameters()]
         layers = list(_layers(fn, params))
@@ -164,18 +165,14 @@ def rows_by_backend(
         for call, grad in zip(calls, grads, strict=True):
             if grad is None:
                 continue
-            gradients = _layer_gradients(library, call, grad, m)
+            gradients = _layer_gradients(library, call, grad, len(examples))
             for name, place in call.layer.uncertain.items():
                 seen, new = pieces[place], gradients[name]
                 pieces[place] = new if seen is None else seen + new
-        return torch.cat(
-            [
-                # A layer that was not used has no gradient.
-                p.new_zeros(m, p.numel(), dtype=dtype) if g is None else g.to(dtype)
-                for p, g in zip(params, pieces, strict=True)
-            ],
-            dim=1,
-        )
+        for part, g in zip(out.split(fn.numels(), dim=1), pieces, strict=True):
+            # A layer that was not used has no gradient.
+            part.zero_() if g is None else part.copy_(g)
+    return out
 
 
 def check_rows(
@@ -193,7 +190,7 @@ def check_rows(
     two = torch.stack([examples[0], examples[-1]])
     slope = torch.linspace(1, 2, n_outputs, device=two.device)
     combinations = torch.stack([slope, slope.flip(0) - 3 * slope])
-    actual = rows_by_backend(library, fn, batch, two, combinations)
+    actual = rows_by_backend(library, fn, batch, two, combinations, empty_rows(fn, 2))
     if not has_values(actual):
         return
     # Both rows from one forward pass: one per example rounds differently, and a unit

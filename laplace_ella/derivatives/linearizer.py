@@ -19,38 +19,25 @@ from typing import Any
 
 import torch
 
+from laplace_ella.derivatives.feature_passes import FeaturePasses, Way
 from laplace_ella.derivatives.features import FeatureMode, Features
 from laplace_ella.derivatives.folding import FoldedFunction, FoldFinder, FoldingError
-from laplace_ella.derivatives.libraries import LIBRARIES, check_rows, rows_by_backend
+from laplace_ella.derivatives.jacobian_passes import JacobianPasses
 from laplace_ella.derivatives.model_function import ModelFunction
-from laplace_ella.derivatives.modes import Modes
+from laplace_ella.derivatives.modes import Decisions, Modes
 from laplace_ella.derivatives.options import ComputeOptions
-from laplace_ella.derivatives.passes import FeaturePasses, Way
 from laplace_ella.derivatives.probe import Probe, checked_outputs
 from laplace_ella.derivatives.residuals import residual_parts
-from laplace_ella.derivatives.rows import (
-    RowMode,
-    jacobian_by_loop,
-    jacobian_by_vmap,
-    pull_back,
-    rows_by_loop,
-    rows_by_vmap,
-)
+from laplace_ella.derivatives.row_passes import Room, RowPasses, no_room
+from laplace_ella.derivatives.rows import RowMode, empty_rows, pull_back
 from laplace_ella.derivatives.selection import Selection
 from laplace_ella.derivatives.sizes import (
     Activations,
     PassSizes,
     activation_bytes,
 )
-from laplace_ella.derivatives.trials import (
-    FEWEST_EXAMPLES,
-    Trial,
-    attempt,
-    repeated,
-    winner,
-)
 from laplace_ella.errors import InsufficientMemoryError
-from laplace_ella.support.batches import Batch, chunks
+from laplace_ella.support.batches import Batch
 from laplace_ella.support.heap import kept_memory
 from laplace_ella.support.layout import OutputLayout, Positions, check_outputs
 from laplace_ella.support.metric import Metric, split_gradients
@@ -65,9 +52,6 @@ from laplace_ella.support.span import Span
 __all__ = ["Linearizer", "Probe"]
 
 logger = logging.getLogger("laplace_ella")
-
-#: Outputs of a trial, at most.
-FEW_OUTPUTS = 64
 
 #: Everything chosen automatically.
 DEFAULT = ComputeOptions()
@@ -97,13 +81,7 @@ class Linearizer:
         self.layout = layout
         self.dict_key_x = dict_key_x
         self.options = options
-        # Each by what it depends on: autocast, the rank and the outputs that are
-        # selected, or the kind of inputs.
-        self._feature_modes: dict[
-            tuple[bool, int, int | None], tuple[FeatureMode, bool]
-        ] = {}
-        self._row_modes: dict[bool, RowMode] = {}
-        self._jacobian_modes: dict[bool, RowMode] = {}
+        self._decisions = Decisions()
         self._probes: dict[tuple[Any, ...], Probe] = {}
         self._checked: set[tuple[Any, ...]] = set()
         self._compiled: dict[Way, Way] = {}
@@ -129,7 +107,7 @@ class Linearizer:
 
     @property
     def n_params(self) -> int:
-        return sum(self.fn.numels())
+        return self.fn.n_params
 
     @property
     def device(self) -> torch.device:
@@ -144,48 +122,22 @@ class Linearizer:
 
     @property
     def _autocast(self) -> bool:
-        """Under autocast other ways may work: `vmap`, for example, has no batch
-        normalisation of mixed precision."""
         return autocast_enabled(self.device)
 
     def modes(self, rank: int) -> Modes:
         """Decisions so far for `rank` directions, under the current autocast state."""
-        autocast = self._autocast
-        features, together = self._feature_modes.get(
-            (autocast, rank, None), (None, True)
-        )
-        return Modes(
-            features,
-            together,
-            self._row_modes.get(autocast),
-            self._jacobian_modes.get(autocast),
-        )
+        return self._decisions.modes(self._autocast, rank)
 
     def adopt(self, rank: int, modes: Modes) -> None:
         """Take over decisions for `rank` directions, for example from a checkpoint."""
-        autocast = self._autocast
-        if modes.features is not None:
-            decision = modes.features, modes.together
-            self._feature_modes[autocast, rank, None] = decision
-        if modes.rows is not None:
-            self._row_modes[autocast] = modes.rows
-        if modes.jacobians is not None:
-            self._jacobian_modes[autocast] = modes.jacobians
+        self._decisions.adopt(self._autocast, rank, modes)
 
     def decisions(self) -> dict[str, Any]:
         """All that was decided, in every precision, in plain types: work that goes on
         elsewhere rounds as it did here."""
-        asked = self.options.feature_mode, self.options.row_mode
         return {
-            "asked": [mode.value for mode in asked],
-            "features": [
-                [*key, mode.value, together]
-                for key, (mode, together) in self._feature_modes.items()
-            ],
-            "rows": [[key, mode.value] for key, mode in self._row_modes.items()],
-            "jacobians": [
-                [key, mode.value] for key, mode in self._jacobian_modes.items()
-            ],
+            "asked": self._asked,
+            **self._decisions.to_dict(),
             "in_dtypes": {
                 str(dtype).removeprefix("torch."): other.decisions()
                 for dtype, other in self._in_dtypes.items()
@@ -194,16 +146,14 @@ class Linearizer:
 
     def adopt_decisions(self, decisions: Mapping[str, Any]) -> None:
         """Take over what `decisions` returned, unless something else is asked for."""
-        asked = self.options.feature_mode, self.options.row_mode
-        if decisions["asked"] == [mode.value for mode in asked]:
-            for *key, mode, together in decisions["features"]:
-                self._feature_modes[tuple(key)] = FeatureMode(mode), together
-            self._row_modes |= {key: RowMode(mode) for key, mode in decisions["rows"]}
-            self._jacobian_modes |= {
-                key: RowMode(mode) for key, mode in decisions["jacobians"]
-            }
+        if decisions["asked"] == self._asked:
+            self._decisions.update(decisions)
         for dtype, others in decisions["in_dtypes"].items():
             self.in_dtype(getattr(torch, dtype)).adopt_decisions(others)
+
+    @property
+    def _asked(self) -> list[str]:
+        return [self.options.feature_mode.value, self.options.row_mode.value]
 
     # Outputs
 
@@ -310,8 +260,11 @@ class Linearizer:
         self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
     ) -> torch.Tensor:
         """cᵀJ(x) for `cotangents[m]` (O,) at example `examples[m]` of x: (m, P)."""
-        chunks = list(self.row_chunks(x, examples, cotangents))
-        return torch.cat(chunks) if chunks else self._nothing(self.n_params)
+        rows, filled = empty_rows(self.fn, len(examples)), 0
+        for some in self.row_chunks(x, examples, cotangents):
+            rows[filled : filled + len(some)] = some
+            filled += len(some)
+        return rows
 
     def row_chunks(
         self,
@@ -319,82 +272,58 @@ class Linearizer:
         examples: torch.Tensor,
         cotangents: torch.Tensor,
         at_most: int | None = None,
+        room: Room = no_room,
     ) -> Iterator[torch.Tensor]:
-        """The same in chunks, so that never more than one of them is in memory.
+        """The same in chunks, so that never more than one of them is in memory, and
+        until the next is asked for only, unless there is `room` for it elsewhere.
 
         None has more than `at_most` rows, for receivers without room for more.
         """
         if not len(examples):
             return
-        batch = self.fn.ordered(self._batch(x))
+        batch, done = self.fn.ordered(self._batch(x)), 0
         sizes = self.sizes(self._probe(batch))
         at_once = min(sizes.rows_at_once(), at_most or len(examples))
         with kept_memory(sizes.row_heap(len(examples))):
-            compute = self._row_function(
-                self._row_mode(batch.detach(), examples, cotangents, at_once)
-            )
-            for part in chunks(len(examples), at_once):
-                with differentiable_kernels():  # the flags are not kept between chunks
-                    rows = compute(self.fn, batch, examples[part], cotangents[part])
-                yield rows
-                del rows  # else it would stay until the next ones are there
+            while done < len(examples):
+                rest = examples[done:], cotangents[done:]
+                try:
+                    passes = self._row_passes(batch)
+                    mode = self._row_mode(passes, batch.detach(), *rest, at_once)
+                    for rows in passes.chunks(mode, batch, *rest, at_once, room):
+                        done += len(rows)
+                        yield rows
+                except FoldingError as error:
+                    self._unfold(batch, error)
 
-    @staticmethod
-    def _row_function(mode: RowMode) -> Callable[..., torch.Tensor]:
-        if mode in LIBRARIES:
-            return partial(rows_by_backend, LIBRARIES[mode])
-        return rows_by_vmap if mode is RowMode.VMAP else rows_by_loop
+    def _row_passes(self, batch: Batch) -> RowPasses:
+        probe = self._probe(batch)
+        return RowPasses(
+            self.fn, self._folded(probe), self.sizes(probe), self.options.row_mode
+        )
 
     def _row_mode(
         self,
+        passes: RowPasses,
         batch: Batch,
         examples: torch.Tensor,
         cotangents: torch.Tensor,
         at_once: int,
     ) -> RowMode:
-        """The fastest way that works on as many rows as it will be.
-
-        A library that was asked for is not timed but checked.
-        """
-        key, asked = self._autocast, self.options.row_mode
-        if key in self._row_modes:
-            return self._row_modes[key]
-        if asked in LIBRARIES:
-            with differentiable_kernels():
-                check_rows(
-                    LIBRARIES[asked], self.fn, batch, examples, cotangents.shape[-1]
-                )
-            mode = asked
-        else:
-
-            def trial(mode: RowMode, n: int) -> Trial:
-                index = torch.arange(n, device=examples.device) % len(examples)
-                return attempt(
-                    lambda m: self._row_function(mode)(
-                        self.fn, batch, examples[index[:m]], cotangents[index[:m]]
-                    ),
-                    n,
-                    self.fn.has_values,
-                )
-
-            mode = self._vmap_or_loop(
-                trial, min(at_once, max(len(examples), FEWEST_EXAMPLES))
-            )
-        self._row_modes[key] = mode
-        logger.info("rows of the Jacobian by %s", mode.value)
+        """The fastest way that works, found out once; what is folded is checked once
+        for every kind of inputs."""
+        modes, autocast = self._decisions.rows, self._autocast
+        if autocast not in modes:
+            modes[autocast] = passes.fastest(batch, examples, cotangents, at_once)
+            logger.info("rows of the Jacobian by %s", modes[autocast].value)
+        mode = modes[autocast]
+        key = (self._kind(batch), mode)
+        if key not in self._checked:
+            if not passes.agree(mode, batch, cotangents):
+                modes.pop(autocast)  # it may be one that works in this way only
+                raise FoldingError("gradients of one example come out differently.")
+            self._checked.add(key)
         return mode
-
-    def _vmap_or_loop(self, trial: Callable[[RowMode, int], Trial], n: int) -> RowMode:
-        """The faster of both on n examples, of which a loop needs to see but a few."""
-        asked = self.options.row_mode
-        if asked in (RowMode.VMAP, RowMode.LOOP):  # tried, but not timed
-            return winner({asked: trial(asked, 1)})
-        return winner(
-            {
-                RowMode.VMAP: trial(RowMode.VMAP, n),
-                RowMode.LOOP: trial(RowMode.LOOP, min(n, 2)).handicapped(),
-            }
-        )
 
     def project(
         self, x: Any, cotangents: torch.Tensor, directions: torch.Tensor
@@ -430,18 +359,12 @@ class Linearizer:
         self._check_result(
             f"Jacobians of {batch.size} examples", batch.size * n_outputs * P
         )
-        everything = Selection(positions)
-        order = torch.arange(n_outputs, device=self.device)
-        parts = []
-        for part in self._example_parts(batch, everything):
-            blocks = [
-                self._differentiate(part, everything, order[block], create_graph)
-                for block in chunks(n_outputs, self._outputs_at_once(part, everything))
-            ]
-            rows = [J for _, J in blocks]
-            parts.append(
-                (blocks[0][0], rows[0] if len(rows) == 1 else torch.cat(rows, 1))
-            )
+        passes = self._jacobian_passes(batch, Selection(positions))
+        mode = self._jacobian_mode(batch)
+        parts = [
+            passes.whole(mode, part, create_graph)
+            for part in passes.example_parts(batch)
+        ]
         f, J = zip(*parts, strict=True)
         return torch.cat(f), J[0] if len(J) == 1 else torch.cat(J), positions
 
@@ -450,7 +373,8 @@ class Linearizer:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Positions]]:
         """The same of as many examples at a time as one pass takes."""
         batch = self._batch(x)
-        for part in self._example_parts(batch, Selection(self._positions(batch))):
+        passes = self._jacobian_passes(batch, Selection(self._positions(batch)))
+        for part in passes.example_parts(batch):
             yield self.jacobian(part.inputs)
 
     def pull_back(self, x: Any, cotangents: torch.Tensor) -> torch.Tensor:
@@ -458,65 +382,23 @@ class Linearizer:
         with differentiable_kernels():
             return pull_back(self.fn, x, lambda _: cotangents.unbind(-1))[1]
 
-    def _example_parts(self, batch: Batch, selection: Selection) -> Iterator[Batch]:
-        """Examples whose Jacobians are taken in one pass."""
-        sizes = self.sizes(self._probe(batch))
-        with kept_memory(sizes.row_heap(batch.size, selection.size)):
-            for part in chunks(batch.size, sizes.rows_at_once(selection.size)):
-                yield batch.take(part)
-
-    def _outputs_at_once(self, batch: Batch, selection: Selection) -> int:
-        """Rows of one Jacobian in one pass: all, unless one example is too large."""
-        return self.sizes(self._probe(batch)).outputs_at_once(selection.size)
-
     def _n_outputs(self, batch: Batch) -> int:
         """O, the number of outputs of one example."""
         return math.prod(self._probe(batch).output_shape)
 
-    def _differentiate(
-        self,
-        batch: Batch,
-        selection: Selection,
-        numbers: torch.Tensor,
-        create_graph: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs (B, O), and the rows of J(x) that belong to the selected outputs of
-        these numbers (o,)."""
-        mode = self._jacobian_mode(batch)
-        cotangents = selection.cotangents(numbers.to(self.device), self.dtype)
-        with differentiable_kernels():
-            if mode is RowMode.LOOP:
-                return jacobian_by_loop(self.fn, batch, cotangents, create_graph)
-            with torch.set_grad_enabled(create_graph):
-                return jacobian_by_vmap(self.fn, batch, cotangents)
+    def _jacobian_passes(self, batch: Batch, selection: Selection) -> JacobianPasses:
+        sizes = self.sizes(self._probe(batch))
+        return JacobianPasses(self.fn, sizes, selection, self.options.row_mode)
 
     def _jacobian_mode(self, batch: Batch) -> RowMode:
-        """The fastest way that works on as many examples as it will be."""
-        key = self._autocast
-        if key in self._jacobian_modes:
-            return self._jacobian_modes[key]
-        batch = batch.detach()
-        everything = Selection(self._positions(batch))
-        few = min(FEW_OUTPUTS, self._outputs_at_once(batch, everything))
-        cotangents = everything.cotangents(
-            torch.arange(few, device=self.device), self.dtype
-        )
-        ways = {RowMode.VMAP: jacobian_by_vmap, RowMode.LOOP: jacobian_by_loop}
-
-        def trial(mode: RowMode, n: int) -> Trial:
-            many = repeated(batch, n, self.device)
-            return attempt(
-                lambda m: ways[mode](self.fn, many.take(slice(0, m)), cotangents),
-                n,
-                self.fn.has_values,
-            )
-
-        sizes = self.sizes(self._probe(batch))
-        at_once = sizes.rows_at_once(self._n_outputs(batch))
-        mode = self._vmap_or_loop(trial, min(at_once, max(batch.size, FEWEST_EXAMPLES)))
-        self._jacobian_modes[key] = mode
-        logger.info("Jacobians by %s", mode.value)
-        return mode
+        """The fastest way that works, found out once with all outputs."""
+        modes, autocast = self._decisions.jacobians, self._autocast
+        if autocast not in modes:
+            everything = Selection(self._positions(batch))
+            passes = self._jacobian_passes(batch, everything)
+            modes[autocast] = passes.fastest(batch.detach())
+            logger.info("Jacobians by %s", modes[autocast].value)
+        return modes[autocast]
 
     def _check_result(self, what: str, numbers: int) -> None:
         """Refuse a result that cannot fit, before anything is computed."""
@@ -559,8 +441,7 @@ class Linearizer:
             self._check_folded(passes, mode, together, batch, directions)
             f, phi = passes.run(mode, together, batch, directions, create_graph)
         except FoldingError as error:
-            logger.info("normalisations are not folded: %s", error)
-            self._probes[self._kind(batch)] = replace(self._probe(batch), folds=())
+            self._unfold(batch, error)
             return self.features(x, directions, create_graph, top)
         f = positions.rows(f)
         outputs = selection.channels(f)
@@ -579,19 +460,31 @@ class Linearizer:
         self, passes: FeaturePasses, batch: Batch, directions: torch.Tensor
     ) -> tuple[FeatureMode, bool]:
         """The fastest way that works, found out once."""
-        key = self._mode_key(passes, directions)
-        if key not in self._feature_modes:
-            self._feature_modes[key] = passes.fastest(batch.detach(), directions)
-            logger.info("features by %s", self._feature_modes[key][0].value)
-        return self._feature_modes[key]
+        key, modes = self._mode_key(passes, directions), self._decisions.features
+        if key not in modes:
+            modes[key] = passes.fastest(batch.detach(), directions)
+            logger.info("features by %s", modes[key][0].value)
+        return modes[key]
 
     def _passes(self, batch: Batch, selection: Selection) -> FeaturePasses:
-        probe, folded = self._probe(batch), None
-        if probe.folds and self._may_fold():
-            folded = FoldedFunction(self.fn, probe.folds)
+        probe = self._probe(batch)
         return FeaturePasses(
-            self.fn, folded, self.sizes(probe), selection, self.options, self._compiled
+            self.fn,
+            self._folded(probe),
+            self.sizes(probe),
+            selection,
+            self.options,
+            self._compiled,
         )
+
+    def _folded(self, probe: Probe) -> FoldedFunction | None:
+        may = probe.folds and self._may_fold()
+        return FoldedFunction(self.fn, probe.folds) if may else None
+
+    def _unfold(self, batch: Batch, error: FoldingError) -> None:
+        """Inputs of this kind are not folded any more."""
+        logger.info("normalisations are not folded: %s", error)
+        self._probes[self._kind(batch)] = replace(self._probe(batch), folds=())
 
     def _may_fold(self) -> bool:
         """Compilers fuse normalisations by themselves; in low precision folded weights
@@ -615,7 +508,7 @@ class Linearizer:
         if passes.folded is not None and key not in self._checked:
             if not passes.agree(mode, together, batch, directions):
                 # The mode may be one that works in this way only.
-                self._feature_modes.pop(self._mode_key(passes, directions))
+                self._decisions.features.pop(self._mode_key(passes, directions))
                 raise FoldingError("features of one example come out differently.")
             self._checked.add(key)
 
@@ -665,13 +558,14 @@ class Linearizer:
         split = partial(
             split_gradients, directions=directions, metric=metric, span=span
         )
+        passes, mode = (
+            self._jacobian_passes(batch, selection),
+            self._jacobian_mode(batch),
+        )
         parts = []
-        for part in self._example_parts(batch, selection):
-            at_once = self._outputs_at_once(part, selection)
-            rows_of = partial(
-                self._differentiate, part, selection, create_graph=create_graph
-            )
-            parts += residual_parts(rows_of, split, selection, at_once)
+        for part in passes.example_parts(batch):
+            rows_of = partial(passes.run, mode, part, create_graph=create_graph)
+            parts += residual_parts(rows_of, split, selection, passes.outputs_at_once)
         f, phi, residual, *unseen = (
             torch.cat(tensors) for tensors in zip(*parts, strict=True)
         )

@@ -124,6 +124,11 @@ class ModelFunction:
     def numels(self) -> list[int]:
         return [shape.numel() for shape in self.shapes()]
 
+    @property
+    def n_params(self) -> int:
+        """P, of the model's own parameters."""
+        return sum(p.numel() for p in self._chosen())
+
     def split(self, vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Vectors `(..., P)` as parameters `(..., *shape)`; views where possible."""
         shapes = self.shapes()
@@ -137,6 +142,13 @@ class ModelFunction:
         """Directions `(K, P)` as changes of what this is a function of,
         `(K, *shape)` each."""
         return self.split(directions)
+
+    def pull(self, gradients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """The transpose of `push`: gradients `(m, *shape)` with respect to what this is
+        a function of, as rows `(m, P)` of the model's own parameters."""
+        for piece, gradient in zip(self.split(out), gradients, strict=True):
+            # As they are: flattened, those that are transposed would be copied twice.
+            piece.copy_(gradient)
 
     def ordered(self, batch: Batch) -> Batch:
         """The same inputs, for gradients: in memory as the weights want them.

@@ -20,6 +20,7 @@ from laplace_ella.support.batches import Batch
 
 __all__ = [
     "RowMode",
+    "empty_rows",
     "jacobian_by_loop",
     "jacobian_by_vmap",
     "map_jacobians",
@@ -100,11 +101,17 @@ def pull_back(
     return (f, J) if create_graph else (f.detach(), J.detach())
 
 
+def empty_rows(fn: ModelFunction, n: int) -> torch.Tensor:
+    """Room for n gradients of the model's own parameters, `(n, P)`."""
+    return torch.empty(n, fn.n_params, dtype=fn.dtype, device=fn.device)
+
+
 def rows_by_vmap(
     fn: ModelFunction,
     batch: Batch,
     examples: torch.Tensor,
     cotangents: torch.Tensor,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     """cᵀJ(x) for cotangent `cotangents[m]` at example `examples[m]`, by `vmap(grad)`.
 
@@ -116,11 +123,13 @@ def rows_by_vmap(
         positions in the batch, `(m,)`
     cotangents : torch.Tensor
         `(m, O)`
+    out : torch.Tensor
+        where the rows go, `(m, P)`: put together elsewhere they would exist twice
 
     Returns
     -------
     torch.Tensor
-        `(m, P)`
+        `out`
     """
     selected = batch.take(examples)
     params = fn.parameters()
@@ -136,18 +145,8 @@ def rows_by_vmap(
 
         return grad(combined)(params)
 
-    grads = vmap(row, randomness="same")(list(selected.leaves), cotangents)
-    rows = _empty_rows(fn, len(examples))
-    # Copied as they are: flattened, those that are transposed would be copied twice.
-    for piece, g in zip(rows.split(fn.numels(), dim=1), grads, strict=True):
-        piece.unflatten(1, g.shape[1:] or (1,)).copy_(g if g.ndim > 1 else g[:, None])
-    return rows
-
-
-def _empty_rows(fn: ModelFunction, n: int) -> torch.Tensor:
-    """Room for gradients `(n, P)`: put together from parts they would exist twice."""
-    device = fn.parameters()[0].device
-    return torch.empty(n, sum(fn.numels()), dtype=fn.dtype, device=device)
+    fn.pull(vmap(row, randomness="same")(list(selected.leaves), cotangents), out)
+    return out
 
 
 def rows_by_loop(
@@ -155,20 +154,20 @@ def rows_by_loop(
     batch: Batch,
     examples: torch.Tensor,
     cotangents: torch.Tensor,
+    out: torch.Tensor,
 ) -> torch.Tensor:
     """The same as `rows_by_vmap`, one backward pass per row.
 
     Rows of one example that stand together share its forward pass.
     """
-    pairs = zip(examples.tolist(), cotangents, strict=True)
-    rows, filled = _empty_rows(fn, len(examples)), 0
+    pairs, filled = zip(examples.tolist(), cotangents, strict=True), 0
     for example, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
         its = [cotangent.unsqueeze(0) for _, cotangent in group]
         one = batch.take(slice(example, example + 1)).inputs
-        part = pull_back(fn, one, lambda _, its=its: its)[1]
-        rows[filled : filled + len(part)] = part
-        filled += len(part)
-    return rows
+        rows = pull_back(fn, one, lambda _, its=its: its)[1]
+        fn.pull(fn.split(rows), out[filled : filled + len(rows)])
+        filled += len(rows)
+    return out
 
 
 def map_jacobians(

@@ -17,6 +17,7 @@ from torch.nn.functional import one_hot
 
 from laplace_ella.derivatives.backends import Curvature
 from laplace_ella.derivatives.probe import Probe
+from laplace_ella.derivatives.row_passes import Room, no_room
 from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
 from laplace_ella.fitting.data import TrainingData
 from laplace_ella.fitting.gathering import Gathered
@@ -156,7 +157,7 @@ class Fitter(Planner):
         )
         progress.begin_sampling()
         finite = [torch.isfinite(gathered.rows.energy)] * done.n_batches
-        for batch in gradients("[Sampling gradients]", pairs, done):
+        for batch in gradients("[Sampling gradients]", pairs, done, gathered.rows.room):
             for some in batch:
                 add_rows(gathered, some, finite)
                 del some  # before the next ones are computed
@@ -261,10 +262,12 @@ class Fitter(Planner):
         description: str,
         pairs: Pairs,
         done: Sampled | None = None,
+        room: Room = no_room,
     ) -> Iterator[Iterator[torch.Tensor]]:
         """The gradients of pairs, batch by batch, a few rows at a time, where the
         directions stay; without those of the batches that are `done`."""
         linearizer, device = self.linearizer, self.linearizer.device
+        room = room if device == self.home else no_room
         n_outputs = math.prod(positions.output_shape)
         examples, outputs = data.own(pairs)
         used, where = np.unique(examples, return_inverse=True)
@@ -287,6 +290,7 @@ class Fitter(Planner):
                     torch.as_tensor(outputs[here], device=device), n_outputs
                 ).float(),
                 at_most=at_most,
+                room=room,
             )
             yield (some.to(self.home) for some in rows)
             seen += size

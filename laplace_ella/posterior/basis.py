@@ -30,8 +30,7 @@ SVD_LIMIT = 2_000_000
 #: rest of the spectrum is not used.
 FEW_RATIO = 50
 
-#: Numbers of which a float64 copy is made. Allocators keep freed blocks of a few MB for
-#: a while, so that many of them in a row take as much memory as all at once.
+#: Numbers whose squares are added up without a loss of digits that matters.
 BLOCK = 2**16
 
 
@@ -174,6 +173,12 @@ class RowSketch:
         like = self.buffer
         return RowSketch(numels, n_rows + 1, n_rows, like.dtype, like.device)
 
+    def room(self, n: int) -> torch.Tensor | None:
+        """Where n rows may be written before they are added, to save a copy: `(n, P)`,
+        or None where there is no such place."""
+        place = self.buffer[self.filled : self.filled + n]
+        return place if self.folder is None and len(place) == n else None
+
     def add(self, rows: torch.Tensor) -> None:
         """Take in rows `(m, P)`."""
         self.n_samples += len(rows)
@@ -181,7 +186,9 @@ class RowSketch:
             if self.filled == len(self.buffer):
                 self._compress()
             fitting = rows[: len(self.buffer) - self.filled]
-            self.buffer[self.filled : self.filled + len(fitting)] = fitting
+            place = self.buffer[self.filled : self.filled + len(fitting)]
+            if not (has_values(rows) and rows.data_ptr() == place.data_ptr()):
+                place.copy_(fitting)
             self.energy += _energy(fitting)
             self.filled += len(fitting)
             rows = rows[len(fitting) :]
@@ -254,9 +261,9 @@ def check_rank(rank: int, n_eigenvalues: int | None, n_samples: int) -> None:
 
 
 def _energy(rows: torch.Tensor) -> torch.Tensor:
-    """Σ of all squares in float64, without a float64 copy of all rows."""
-    parts = [part.double().square().sum() for part in rows.reshape(-1).split(BLOCK)]
-    return torch.stack(parts).sum()
+    """Σ of all squares: of blocks in the rows' dtype, added up in float64."""
+    parts = [torch.dot(part, part) for part in rows.reshape(-1).split(BLOCK)]
+    return torch.stack(parts).double().sum()
 
 
 def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:

@@ -24,6 +24,7 @@ from laplace_ella.derivatives.features import (
 from laplace_ella.derivatives.folding import FoldedFunction
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.options import ComputeOptions
+from laplace_ella.derivatives.row_passes import agrees
 from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.derivatives.selection import Selection
 from laplace_ella.derivatives.sizes import PassSizes
@@ -131,20 +132,10 @@ class FeaturePasses:
         # Folded whatever it costs: what is compared is to be used for larger batches.
         folded = replace(self, fn=self.folded or self.fn, folded=None)
         plain = replace(self, folded=None)
-        with torch.no_grad():
-            try:
-                ours = folded.run(mode, together, one, few)
-                theirs = plain.run(mode, together, one, few)
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except Exception:  # only one of them works: then it is not the same
-                return False
-        if not self.fn.has_values:
-            return True
-        tolerance = torch.finfo(self.fn.dtype).eps ** 0.5
-        return all(
-            float((a - b).abs().max()) <= tolerance * float(b.abs().max())
-            for a, b in zip(ours, theirs, strict=True)
+        return agrees(
+            self.fn,
+            lambda: folded.run(mode, together, one, few),
+            lambda: plain.run(mode, together, one, few),
         )
 
     def _cheaper(self, block: torch.Tensor, n_examples: int) -> ModelFunction:
