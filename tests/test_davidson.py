@@ -54,9 +54,27 @@ def test_residuals_are_those_that_are_stated(power):
         values, U = found
         product = few.double() @ (few.double().T @ U)
         residuals = (product - U * values).norm(dim=0) / values
-        allowed = (values[0] / values * 1e-8).clamp_min(1e-5)  # rounding of products
+        allowed = (values[0] / values * 2e-8).clamp_min(1e-5)  # rounding of products
         assert (residuals < allowed).all()
         torch.testing.assert_close(U.T @ U, torch.eye(K).double(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_direction_is_missed_among_eigenvectors(seed):
+    """Gradients in blocks of their own: every vector of the sketch is an eigenvector,
+    whatever the order of the eigenvalues."""
+    generator = torch.Generator().manual_seed(seed)
+    n, width = 64, 256
+    blocks = torch.randint(n, (1024,), generator=generator)
+    values = torch.randn(n, width, generator=generator).sign()
+    J = torch.zeros(len(blocks), n, width)
+    J[torch.arange(len(blocks)), blocks] = values[blocks]
+    J = J.transpose(1, 2).flatten(1)
+    counts = blocks.bincount(minlength=n).sort(descending=True).values[:K]
+    found = leading_eigenpairs(J, K)
+    assert found is None or torch.allclose(
+        found[0], counts.double() * width, rtol=1e-5, atol=0
+    )
 
 
 def test_the_same_every_time_and_random_states_stay():
@@ -155,4 +173,4 @@ def test_a_posterior_with_it(likelihood, monkeypatch):
 def test_forecasts_count_its_products(monkeypatch):
     monkeypatch.setattr(forecast, "product_seconds", lambda *sizes: 1.0)
     sizes = (2000, 10**5, 20, False, torch.float32, torch.device("cpu"))
-    assert forecast.basis_seconds(*sizes) == 2 * forecast.DAVIDSON_STEPS + 1
+    assert forecast.basis_seconds(*sizes) == 2 * forecast.DAVIDSON_PRODUCTS + 1

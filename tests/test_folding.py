@@ -324,6 +324,26 @@ def test_what_cannot_be_seen_is_compared(run):
     assert_close(rows, Js, rtol=1e-9, atol=1e-10)
 
 
+def test_every_output_is_compared():
+    """What one output does shows, whichever gradients are asked for first."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4))
+            self.second = Hidden(half_without_graph)
+
+        def forward(self, x):
+            heads = [h(x).sin().flatten(1).mean(1) for h in (self.first, self.second)]
+            return torch.stack(heads, 1)
+
+    torch.manual_seed(0)
+    model, x = Heads().double().eval(), torch.randn(5, 2, 4, 4).double()
+    _, Js = dense.jacobians(model, x)
+    rows = all_rows(linearize(model, row_mode="vmap"), x, 2)
+    assert_close(rows, Js, rtol=1e-9, atol=1e-10)
+
+
 def test_precision_inside_is_left_as_it_is():
     """Frozen layers in low precision, and autocast that the model switches on."""
     torch.manual_seed(0)

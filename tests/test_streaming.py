@@ -407,3 +407,25 @@ def test_resnet20(data_dir, record_property):
     print(f"error {relative:.2e}, angle {degrees:.3f} degrees")
     assert relative < 0.01
     assert streaming.basis.trace == pytest.approx(exact.basis.trace, rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-24, 1e20])
+def test_the_trace_of_very_small_and_large_gradients(scale):
+    """As far as the decomposition of a few gradients goes, which is in float64."""
+    torch.manual_seed(0)
+    rows = (torch.randn(5, 40).double() * scale).float()
+    basis = basis_from_rows(rows, 5)
+    assert basis.trace == pytest.approx(float(rows.double().square().sum()), rel=1e-12)
+    assert float(basis.explained[-1]) == pytest.approx(1.0)
+
+
+def test_rows_are_copied_unless_they_are_in_place():
+    """A wrapper around a tensor, as others than ours make them, has no address."""
+    J = torch.randn(5, 40)
+    sketch = RowSketch((40,), 6, 5, J.dtype, J.device)
+    room = sketch.room(2)
+    room.copy_(J[:2])
+    sketch.add(room)
+    sketch.add(J[2:])
+    assert torch.equal(sketch.buffer[:5], J)
+    assert sketch.room(2) is None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from laplace_ella import ELLALaplace, ELLALLLaplace, decompose
+from tests import dense
 from tests.cases import Case, mlp
 from tests.fitting import assert_close, build
 
@@ -313,3 +314,28 @@ def test_default_dtype_does_not_matter():
     assert torch.get_default_dtype() == torch.float64
     assert la(case.x_test).dtype == torch.float32
     assert_close(la(case.x_test), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shared", ["module", "weight"])
+@pytest.mark.parametrize("row_mode", ["vmap", "loop"])
+def test_a_layer_in_two_places(shared, row_mode):
+    """Its parameters are still the user's, and count once."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    if shared == "module":
+        second = first
+    else:
+        second.weight = first.weight
+    model = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(3, 2)).double()
+    parameters = {id(p) for p in model.parameters()}
+    x, y = torch.randn(9, 3).double(), torch.randint(2, (9,))
+    case = Case(model, "classification", x, y, x[:4])
+    la = build(case, ELLALaplace, row_mode=row_mode, feature_mode="reverse")
+    la.fit(case.loader())
+    la(case.x_test)
+    assert {id(p) for p in model.parameters()} == parameters
+    assert all(isinstance(p, nn.Parameter) for p in (first.weight, second.weight))
+    assert first.weight is second.weight
+    _, Js = dense.jacobians(model, case.x_test)
+    assert_close(la.features(case.x_test)[1], Js @ la.basis.vectors)
+    model.float()

@@ -54,7 +54,7 @@ FEW_ROWS = 256
 
 #: Products with all rows that a few directions take, by the block Davidson method: of
 #: J̃J̃ᵀ with K vectors, and a sketch that takes as long as one.
-DAVIDSON_STEPS = 6
+DAVIDSON_PRODUCTS = 6
 
 #: Gradients of pairs that were not sampled, which a regression looks at.
 FEW_OTHERS = 256
@@ -264,7 +264,7 @@ def basis_seconds(
     """
     if rank and not accurate and few_are_wanted(n_rows, n_params, rank, dtype):
         product = product_seconds(rank, n_rows, n_params, dtype, device)
-        return (2 * DAVIDSON_STEPS + 1) * product
+        return (2 * DAVIDSON_PRODUCTS + 1) * product
     size = n_rows * n_params
     # Not so few that another way of computing it would be taken.
     least = SVD_LIMIT + 1 if size > SVD_LIMIT else 1

@@ -6,14 +6,15 @@ In evaluation mode it is an affine map of every channel: with s = γ/√(σ² + 
 
 a convolution with other weights W̃ = sW and b̃ = s(b − μ) + β. So J(x)V = J̃(x)Ṽ, with
 the Jacobian J̃ in the folded parameters and the directions Ṽ that V is pushed to by the
-map (W, b, γ, β) ↦ (W̃, b̃), once for all inputs of a batch. What is saved is the
-derivative of the normalisation at every position of every channel, for each of K
-tangents or C outputs.
+map (W, b, γ, β) ↦ (W̃, b̃), once for all inputs of a batch; gradients go back by its
+transpose. What is saved is the derivative of the normalisation at every position of
+every channel, for each of K tangents or C outputs.
 
 Which layers can be folded is seen in a forward pass, not guessed from the modules: the
 output of the convolution goes into the normalisation and nowhere else. Every later pass
-checks the same of what it does, and before features are used for the first time one
-example's are compared with those of the model as it is: a mode cannot see everything.
+checks the same of what it does, and before features or gradients are used for the first
+time one example's are compared with those of the model as it is: a mode cannot see
+everything.
 
 Index legend: K directions, P parameters.
 """

@@ -318,8 +318,8 @@ class Linearizer:
             logger.info("rows of the Jacobian by %s", modes[autocast].value)
         mode = modes[autocast]
         key = (self._kind(batch), mode)
-        if key not in self._checked:
-            if not passes.agree(mode, batch, cotangents):
+        if passes.folds(mode) and key not in self._checked:
+            if not passes.agree(mode, batch, cotangents.shape[-1]):
                 modes.pop(autocast)  # it may be one that works in this way only
                 raise FoldingError("gradients of one example come out differently.")
             self._checked.add(key)
@@ -558,10 +558,8 @@ class Linearizer:
         split = partial(
             split_gradients, directions=directions, metric=metric, span=span
         )
-        passes, mode = (
-            self._jacobian_passes(batch, selection),
-            self._jacobian_mode(batch),
-        )
+        passes = self._jacobian_passes(batch, selection)
+        mode = self._jacobian_mode(batch)
         parts = []
         for part in passes.example_parts(batch):
             rows_of = partial(passes.run, mode, part, create_graph=create_graph)

@@ -193,13 +193,29 @@ class ModelFunction:
         buffers = {name: self._copy(b) for name, b in self.model.named_buffers()}
         x, kwargs = map_tensors(self._copy, x), map_tensors(self._copy, kwargs)
         state = {**buffers, **self._others(chosen), **chosen}
+        everywhere = {name: state[first] for name, first in self._first_names().items()}
 
         def run() -> torch.Tensor:
             with context(state):
-                f = functional_call(self.model, state, (x,), kwargs)
+                # By `tie_weights` a module that occurs twice would lose its parameters.
+                f = functional_call(
+                    self.model, everywhere, (x,), kwargs, tie_weights=False
+                )
             return f if isinstance(f, torch.Tensor) else getattr(f, "logits", f)
 
         return run
+
+    def _first_names(self) -> dict[str, str]:
+        """Of every parameter and buffer of every module, the name under which `state`
+        has it: modules may share them, and occur in several places."""
+        first: dict[int, str] = {}
+        names: dict[str, str] = {}
+        for prefix, module in self.model.named_modules():  # each module once
+            for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    name = f"{prefix}.{own}" if prefix else own
+                    names[name] = first.setdefault(id(tensor), name)
+        return names
 
     def constants(self) -> dict[str, torch.Tensor]:
         """All tensors of the model but the P parameters, by name."""

@@ -6,7 +6,7 @@ Index legend: B batch, O outputs of one example, P parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -61,6 +61,13 @@ class RowPasses:
     sizes: PassSizes
     asked: RowMode
 
+    def folds(self, mode: RowMode) -> bool:
+        """Whether normalisations are folded."""
+        sizes = self.sizes
+        activations = sizes.activations.total / sizes.itemsize
+        pays = activations >= WORTH_FOLDING * sizes.n_params
+        return self.folded is not None and mode is RowMode.VMAP and pays
+
     def run(
         self,
         mode: RowMode,
@@ -72,8 +79,8 @@ class RowPasses:
         """cᵀJ(x) for `cotangents[m]` (O,) at example `examples[m]`, into `out` (m, P),
         which is returned."""
         ways = {RowMode.VMAP: rows_by_vmap, RowMode.LOOP: rows_by_loop}
-        fn = self._folded(mode) or self.fn
         way = ways[mode] if mode in ways else partial(rows_by_backend, LIBRARIES[mode])
+        fn = self.folded if self.folded is not None and self.folds(mode) else self.fn
         with differentiable_kernels():
             return way(fn, batch, examples, cotangents, out)
 
@@ -93,7 +100,8 @@ class RowPasses:
             n = part.stop - part.start
             out = room(n)
             if out is None:
-                own = empty_rows(self.fn, at_once) if own is None else own
+                if own is None:
+                    own = empty_rows(self.fn, min(at_once, len(examples)))
                 out = own[:n]
             yield self.run(mode, batch, examples[part], cotangents[part], out)
 
@@ -122,24 +130,19 @@ class RowPasses:
             self.asked, trial, min(n, max(len(examples), FEWEST_EXAMPLES))
         )
 
-    def agree(self, mode: RowMode, batch: Batch, cotangents: torch.Tensor) -> bool:
-        """Whether one example's gradient is the same without folding."""
-        if self._folded(mode) is None:
-            return True
-        first = torch.zeros(1, dtype=torch.long, device=cotangents.device)
-        plain = RowPasses(self.fn, None, self.sizes, self.asked)
+    def agree(self, mode: RowMode, batch: Batch, n_outputs: int) -> bool:
+        """Whether one example's gradient of all outputs together is the same without
+        folding."""
+        device = self.fn.device
+        first = torch.zeros(1, dtype=torch.long, device=device)
+        slope = torch.linspace(1, 2, n_outputs, device=device).unsqueeze(0)
+        plain = replace(self, folded=None)
 
-        def row(passes: RowPasses) -> torch.Tensor:
+        def row(passes: RowPasses) -> tuple[torch.Tensor]:
             out = empty_rows(self.fn, 1)
-            return passes.run(mode, batch, first, cotangents[:1], out)
+            return (passes.run(mode, batch, first, slope, out),)
 
-        return agrees(self.fn, lambda: (row(self),), lambda: (row(plain),))
-
-    def _folded(self, mode: RowMode) -> FoldedFunction | None:
-        sizes = self.sizes
-        activations = sizes.activations.total / sizes.itemsize
-        pays = activations >= WORTH_FOLDING * sizes.n_params
-        return self.folded if mode is RowMode.VMAP and pays else None
+        return agrees(self.fn, lambda: row(self), lambda: row(plain))
 
 
 def vmap_or_loop(

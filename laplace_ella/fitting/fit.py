@@ -160,7 +160,7 @@ class Fitter(Planner):
         for batch in gradients("[Sampling gradients]", pairs, done, gathered.rows.room):
             for some in batch:
                 add_rows(gathered, some, finite)
-                del some  # before the next ones are computed
+                del some  # which may be a copy, before the next ones are computed
             # The sum of all squares is finite as long as all rows are.
             finite.append(torch.isfinite(gathered.rows.energy))
             if progress.due(gathered):

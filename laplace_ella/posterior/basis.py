@@ -15,7 +15,7 @@ import torch
 
 from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.posterior.davidson import leading_eigenpairs
-from laplace_ella.posterior.products import gram, multiply, orthonormalize_
+from laplace_ella.posterior.products import energy, gram, multiply, orthonormalize_
 from laplace_ella.support.batches import has_values
 from laplace_ella.support.disk import tensor_on_disk
 from laplace_ella.support.heap import large_tensor
@@ -29,9 +29,6 @@ SVD_LIMIT = 2_000_000
 #: Gradients per direction from which on only the directions are computed, where the
 #: rest of the spectrum is not used.
 FEW_RATIO = 50
-
-#: Numbers whose squares are added up without a loss of digits that matters.
-BLOCK = 2**16
 
 
 @dataclass(frozen=True)
@@ -187,9 +184,9 @@ class RowSketch:
                 self._compress()
             fitting = rows[: len(self.buffer) - self.filled]
             place = self.buffer[self.filled : self.filled + len(fitting)]
-            if not (has_values(rows) and rows.data_ptr() == place.data_ptr()):
+            if not _same_memory(rows, place):
                 place.copy_(fitting)
-            self.energy += _energy(fitting)
+            self.energy += energy(fitting, self.buffer.numel() <= SVD_LIMIT)
             self.filled += len(fitting)
             rows = rows[len(fitting) :]
 
@@ -260,10 +257,9 @@ def check_rank(rank: int, n_eigenvalues: int | None, n_samples: int) -> None:
         )
 
 
-def _energy(rows: torch.Tensor) -> torch.Tensor:
-    """Σ of all squares: of blocks in the rows' dtype, added up in float64."""
-    parts = [torch.dot(part, part) for part in rows.reshape(-1).split(BLOCK)]
-    return torch.stack(parts).double().sum()
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both begin at the same place, where a tensor tells."""
+    return has_values(a) and a.data_ptr() == b.data_ptr() != 0
 
 
 def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:

@@ -10,6 +10,10 @@ with another matrix G̃ that is near G and easy to invert (Davidson 1975; Morgan
 random signs, of which some leading eigenpairs are taken. They are the first guess, too.
 A block Lanczos method from random vectors takes half as much time again.
 
+A space that is spanned by eigenvectors has no residuals, and would never see others. So
+a few random vectors go along, multiplied by G in each step: an eigenvector with a large
+eigenvalue that was missed comes forward in them.
+
 Index legend: M gradients, P parameters, p groups of them, k wanted eigenpairs.
 """
 
@@ -20,8 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from laplace_ella.posterior.products import gram_times
-from laplace_ella.support.batches import chunks
+from laplace_ella.posterior.products import energy, gram_times
 from laplace_ella.support.preserve import full_precision
 from laplace_ella.support.span import Sketch
 
@@ -31,22 +34,23 @@ __all__ = ["leading_eigenpairs"]
 RESIDUAL = 4e-6
 MOST_STEPS = 12
 
-#: ‖Gu − λu‖/λ₁ that products leave by their rounding, in units of it, and what is not
-#: asked of small eigenvalues therefore: without it, those below λ₁/1,000 would not
-#: converge.
-ROUNDING = 1 / 32
+#: ‖Gu − λu‖/λ₁ that the rounding of products leaves, by the rounding of one number. No
+#: less is asked of small eigenvalues: some below λ₁/1,000 would not converge.
+ROUNDING = 1 / 8
 
-#: Groups of parameters: at most, and per gradient.
-MOST_GROUPS = 8192
+#: Groups of parameters: at most, and per gradient. Parameter j is in group j mod p, and
+#: p is odd: the weights of one unit, often 2ⁿ apart, are then in different groups.
+MOST_GROUPS = 8191
 GROUPS_PER_ROW = 4
 
-#: Rows that are summed up at once: few, so that what is in between stays in the cache.
-SKETCHED_ROWS = 4
-
-#: Per wanted eigenpair, those of the sketch that are used, and vectors of the first
-#: guess. More of either take longer to get than they save.
+#: Per wanted eigenpair, those of the sketch that are used, vectors of the first guess,
+#: and random ones. More of the first two take longer to get than they save.
 SKETCHED_PAIRS = 8
 FIRST_VECTORS = 1.2
+RANDOM_VECTORS = 0.15
+
+#: Steps at least, in which the random vectors tell whether something was missed.
+LEAST_STEPS = 4
 
 #: Subspace iterations by which the sketch's eigenpairs are found.
 ITERATIONS = 3
@@ -64,16 +68,26 @@ def leading_eigenpairs(
     None if those above the rounding noise do not converge, as it is with a flat
     spectrum.
     """
+    generator = torch.Generator(rows.device).manual_seed(0)
+
+    def random(n: int) -> torch.Tensor:
+        size, like = (len(rows), n), {"dtype": torch.float64, "device": rows.device}
+        return torch.randn(size, generator=generator, **like)
+
     with full_precision(rows.device):
-        near = _sketched(rows, k)
+        near = _sketched(rows, random(min(SKETCHED_PAIRS * k, len(rows))))
+    companions = random(math.ceil(RANDOM_VECTORS * k))
     new = near.vectors[:, : math.ceil(FIRST_VECTORS * k)]
     Q = GQ = new[:, :0]
     eps = torch.finfo(rows.dtype).eps
     before = math.inf
-    for steps_left in reversed(range(MOST_STEPS)):
+    for step in range(1, MOST_STEPS + 1):
+        new = torch.cat([new, companions], 1)
         for _ in range(2):  # once is not enough in finite precision
             new = torch.linalg.qr(new - Q @ (Q.T @ new))[0]
-        Q, GQ = torch.cat([Q, new], 1), torch.cat([GQ, gram_times(rows, new)], 1)
+        Gnew = gram_times(rows, new)
+        companions = Gnew[:, -companions.shape[1] :]
+        Q, GQ = torch.cat([Q, new], 1), torch.cat([GQ, Gnew], 1)
         T = Q.T @ GQ
         values, S = torch.linalg.eigh((T + T.T) / 2)
         values, S = values.flip(0)[:k], S.flip(1)[:, :k]
@@ -84,10 +98,10 @@ def leading_eigenpairs(
         # What is below the rounding noise is left out, see `usable_rank`.
         errors = torch.where(values > eps * len(rows) ** 0.5 * values[0], errors, 0)
         worst = float(errors.max())
-        if worst <= 1:
+        if worst <= 1 and step >= LEAST_STEPS:
             return values, U
-        at_this_rate = worst * (worst / before) ** steps_left
-        if steps_left <= MOST_STEPS / 2 and not at_this_rate <= 1:
+        hopeless = worst > 1 and worst * (worst / before) ** (MOST_STEPS - step) > 1
+        if hopeless and step >= MOST_STEPS / 2:
             return None
         wanting = errors > 1
         new, before = near.correct(R[:, wanting], values[wanting]), worst
@@ -123,20 +137,16 @@ class _Sketched:
         return self.vectors @ (inside / gaps) + outside / gap
 
 
-def _sketched(rows: torch.Tensor, k: int) -> _Sketched:
-    """Of the gradients with their parameters in groups, by subspace iteration."""
-    (M, P), device = rows.shape, rows.device
-    sketch = Sketch.of(P, min(GROUPS_PER_ROW * M, MOST_GROUPS), 0, device)
-    S = rows.new_empty(M, sketch.size)
-    for part in chunks(M, SKETCHED_ROWS):
-        S[part] = sketch(rows[part])
-    generator = torch.Generator(device).manual_seed(0)
-    n = min(SKETCHED_PAIRS * k, M)
-    Q = torch.randn(M, n, generator=generator, dtype=rows.dtype, device=device)
+def _sketched(rows: torch.Tensor, start: torch.Tensor) -> _Sketched:
+    """Of the gradients with their parameters in groups, by subspace iteration from
+    vectors `(M, n)`."""
+    (M, P), n = rows.shape, start.shape[1]
+    groups = min(GROUPS_PER_ROW * M - 1, MOST_GROUPS)
+    S = Sketch.of(P, groups, 0, rows.device).of_many(rows)
+    Q = start.to(rows.dtype)
     for _ in range(ITERATIONS):
         Q = torch.linalg.qr(S @ (S.T @ torch.linalg.qr(Q)[0]))[0]
     projected = (Q.T @ S).double()  # (n, p)
     values, W = torch.linalg.eigh(projected @ projected.T)
-    trace = torch.linalg.vector_norm(S, dtype=torch.float64).square()
-    rest = (trace - values.sum()).clamp_min(0) / max(1, M - n)
+    rest = (energy(S) - values.sum()).clamp_min(0) / max(1, M - n)
     return _Sketched(values.flip(0), Q.double() @ W.flip(1), rest)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from laplace_ella.support.batches import has_values
+from laplace_ella.support.batches import chunks, has_values
 
 __all__ = ["Sketch", "Span", "in_levels"]
 
@@ -32,6 +32,10 @@ MOST = 0.99
 
 #: Least eigenvalues of neighbouring levels differ by this factor, at most so many.
 LEVEL_FACTOR, MOST_LEVELS = 4.0, 20
+
+
+#: Rows whose sums stay in the cache while they are added up.
+ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,18 @@ class Sketch:
         missing = -rows.shape[-1] % self.size
         signed = torch.nn.functional.pad(signed, (0, missing))
         return signed.unflatten(-1, (-1, self.size)).sum(-2)
+
+    def of_many(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same of rows `(M, P)`, whose copies would take too much memory."""
+        if self.signs is None:
+            return rows
+        signs = self.signs.to(rows)
+        sums = rows.new_zeros(len(rows), self.size)
+        for part in chunks(len(rows), ROWS_AT_ONCE):
+            for group in chunks(rows.shape[1], self.size):
+                width = group.stop - group.start
+                sums[part, :width].addcmul_(rows[part, group], signs[group])
+        return sums
 
 
 def in_levels(eigenvalues: torch.Tensor, n_levels: int) -> torch.Tensor:
