@@ -23,6 +23,8 @@ from common.data import cifar10, imagenet_sample, read_images
 from common.models import ScaledInput, cifar_resnet, imagenet_model
 from common.runs import best_seconds
 from laplace_ella.derivatives.folding import FoldFinder
+from laplace_ella.posterior.davidson import leading_eigenpairs
+from laplace_ella.posterior.products import gram
 from laplace_ella.support import heap
 from laplace_ella.support.heap import kept_memory
 
@@ -123,6 +125,41 @@ def basis(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds / p["M"],
         "system": system / p["M"],
         "forward": forward_seconds(model, x[:64]),
+    }
+
+
+def directions(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of both ways from M gradients to the top K eigenvectors of their Gram
+    matrix G, how well they solve Gu = λu, and how far the one is from the other."""
+    M, K = p["M"], p["K"]
+    model, x, _ = resnet20(args, M)
+    la = ours(model, M, K)
+    outputs = torch.nn.functional.one_hot(torch.arange(M) % 10, 10).float()
+    with torch.no_grad():
+        rows = la.fitter.linearizer.rows(x, torch.arange(M), outputs)
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def by_davidson() -> None:
+        pairs = leading_eigenpairs(rows, K)
+        assert pairs is not None
+        found["davidson"] = pairs
+
+    def by_gram() -> None:
+        values, U = torch.linalg.eigh(gram(rows))
+        found["gram"] = values.flip(0)[:K], U.flip(1)[:, :K]
+
+    seconds = {"davidson": once(by_davidson), "gram": once(by_gram)}
+    G = gram(rows, torch.float64)
+    row: dict[str, Any] = {"seconds": seconds["davidson"], "gram": seconds["gram"]}
+    for way, (values, U) in found.items():
+        residuals = torch.linalg.vector_norm(G @ U - U * values, dim=0) / values
+        row[f"{way}_residual"] = float(residuals.max())
+    (values, U), (others, W) = found["davidson"], found["gram"]
+    apart = torch.linalg.vector_norm(U - W * (U * W).sum(0), dim=0)
+    return {
+        **row,
+        "sine": float(apart.max()),
+        "eigenvalues": float((values / others - 1).abs().max()),
     }
 
 
@@ -447,6 +484,7 @@ TASKS: dict[str, Task] = {
     for task in (
         basis_row,
         basis,
+        directions,
         predict,
         grid_search,
         fit,
