@@ -17,6 +17,7 @@ from laplace_ella.ella import ELLALaplace
 from laplace_ella.errors import (
     BorderWarning,
     CheckpointWarning,
+    CompileWarning,
     InsufficientMemoryError,
     NotDifferentiableError,
     NotFittedError,
@@ -84,6 +85,7 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     # Errors and warnings
     "BorderWarning",
     "CheckpointWarning",
+    "CompileWarning",
     "InsufficientMemoryError",
     "NotDifferentiableError",
     "NotFittedError",

@@ -10,6 +10,7 @@ from pathlib import Path
 __all__ = [
     "BorderWarning",
     "CheckpointWarning",
+    "CompileWarning",
     "InsufficientMemoryError",
     "NotDifferentiableError",
     "NotFittedError",
@@ -191,6 +192,37 @@ class CheckpointWarning(UserWarning):
     ...     # A fit that cannot be saved should stop, instead of going on.
     ...     warnings.simplefilter("error", laplace_ella.CheckpointWarning)
     ...     # la.fit(train_loader, checkpoint="fit.pt")
+    """
+
+
+class CompileWarning(UserWarning):
+    """`torch.compile` failed, so that features are computed without it; the message has
+    the cause.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> def backend(graph, inputs):
+    ...     raise RuntimeError("no compiler here")
+    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> la = Laplace(
+    ...     torch.nn.Linear(2, 3),
+    ...     "classification",
+    ...     "all",
+    ...     "nystrom",
+    ...     n_eigenvalues=2,
+    ...     feature_mode="forward",
+    ...     compile={"backend": backend},
+    ... )
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     la.fit(DataLoader(data, batch_size=25))
+    >>> any(w.category is laplace_ella.CompileWarning for w in caught)
+    True
     """
 
 

@@ -1,5 +1,6 @@
 """Every way of differentiating gives the same numbers, and the way is chosen once."""
 
+import functools
 import warnings
 
 import pytest
@@ -7,8 +8,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureMode, RowMode
+from laplace_ella import (
+    CompileWarning,
+    ELLALaplace,
+    ELLALLLaplace,
+    FeatureMode,
+    RowMode,
+)
 from laplace_ella.derivatives import feature_passes, jacobian_passes, row_passes
+from laplace_ella.derivatives.selection import Selection
 from tests import dense
 from tests.cases import ARCHITECTURES, CASES, make, mlp
 from tests.fitting import assert_close, build, fit
@@ -275,16 +283,71 @@ def test_unknown_mode(option):
 # --- compiled, low precision, placement --------------------------------------------
 
 
+@pytest.mark.parametrize("top", [None, 2])
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
-def test_compile(mode):
+def test_compile(mode, top):
     """A compiled pass gives the same features and curvature."""
     case = make("classification_mlp")
     la = fit(case, feature_mode=mode, compile={"backend": "aot_eager"})
     f, Js = dense.jacobians(case.model, case.x_test, case.params)
+    expected = Js @ la.basis.vectors
     f_mu, phi = la.features(case.x_test)
     assert_close(f_mu, f)
-    assert_close(phi, Js @ la.basis.vectors)
+    assert_close(phi, expected)
     assert_close(la.H, dense.Reference(case, la.basis.vectors).H)
+    some = la.fitter.linearizer.features(case.x_test, la.basis.directions, top=top)
+    if top is not None:
+        assert some.outputs is not None
+        expected = expected.take_along_dim(some.outputs.unsqueeze(-1), 1)
+    assert_close(some.phi, expected)
+
+
+@pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
+def test_compile_and_folding(mode, monkeypatch):
+    """What is not compiled has its normalisations folded, whatever `compile` says: with
+    "auto" reverse mode is not compiled."""
+    monkeypatch.setattr(torch, "compile", lambda way: functools.partial(way))
+    case = single("classification_cnn")
+    la = fit(case, feature_mode=mode, compile=True, n_eigenvalues=12)
+    linearizer = la.fitter.linearizer
+    batch = linearizer._batch(case.x_test)
+    passes = linearizer._passes(batch, Selection(linearizer._positions(batch)))
+    for way in (FeatureMode.FORWARD, FeatureMode.REVERSE):
+        compiles = way is FeatureMode.FORWARD or mode == "reverse"
+        assert passes.folds(way, True) is not compiles
+        assert passes.folds(way, False)
+    expected = dense.jacobians(case.model, case.x_test, case.params)[1]
+    phi = la.features(case.x_test)[1]
+    torch.testing.assert_close(phi, expected @ la.basis.vectors, rtol=1e-4, atol=1e-4)
+
+
+def test_every_posterior_is_compiled():
+    """However many there are: dynamo gives up after eight models for one function."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(number)
+        return graph.forward
+
+    case = make("classification_mlp")
+    for number in range(12):
+        fit(case, feature_mode="forward", compile={"backend": backend})
+    assert set(compiled) == set(range(12))
+
+
+def test_what_cannot_be_compiled():
+    """It is computed as it is, and the reason is told."""
+
+    def backend(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    case = make("classification_mlp")
+    for mode in ("forward", "reverse"):
+        with pytest.warns(CompileWarning, match=f"(?s){mode}-mode.*no compiler here"):
+            la = fit(case, feature_mode=mode, compile={"backend": backend})
+        assert la.modes.together
+        expected = dense.jacobians(case.model, case.x_test, case.params)[1]
+        assert_close(la.features(case.x_test)[1], expected @ la.basis.vectors)
 
 
 def relative(actual, expected):

@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 import torch
-from common.benchmark_tasks import METHODS, NETWORKS, OPTIONS, TASKS
+from common.benchmark_tasks import COMPILED, METHODS, NETWORKS, OPTIONS, TASKS
 from common.runs import Results, arguments, environment, start
 
 #: What stands for the day of rows that do not have one.
@@ -30,6 +30,9 @@ UNDATED = "with an earlier version"
 
 #: Memory that one measurement may take: more counts as failed.
 LIMIT_GB = 8
+
+#: Of the features of the growth table.
+MODES = ("forward", "reverse")
 
 #: Processes that measure what is compared most closely.
 PROCESSES = 3
@@ -359,27 +362,30 @@ def large_models(args: Namespace, get: Callable, small: bool) -> str:
 
 
 def growth_table(args: Namespace, get: Callable, small: bool) -> str:
-    base = {"M": 256, "K": 16, "C": 10, "P": 250_000, "N": 512}
+    base = {"M": 2048, "K": 16, "C": 10, "P": 250_000, "N": 2048}
     if small:
         base |= {"M": 16, "K": 4, "P": 2_500, "N": 32}
-    first = get("growth base", "growth", **base)
+    n = 1 if small else PROCESSES
+    first = get("growth base", "growth", n, **base)
     lines = [
         "## Growth: each size doubled from a base case (fully connected, "
-        + ", ".join(f"{k}={v}" for k, v in base.items())
+        + ", ".join(f"{k}={v:,}" for k, v in base.items())
         + ")",
         "",
-        "| doubled | fit | per image | peak | features |",
-        "|---|---|---|---|---|",
-        f"| – | {first['seconds']:.2f} s | {first['image'] * 1e3:.2f} ms | "
-        f"{first['peak_gb']:.2f} GB | {first['mode']} |",
+        "Features of batches of 64 inputs by both modes, of which predictions take the "
+        "faster.",
+        "",
+        "| doubled | fit | input, forward mode | input, reverse mode | peak | chosen |",
+        "|---|---|---|---|---|---|",
+        f"| – | {first['seconds']:.2f} s | {first['forward'] * 1e3:.2f} ms | "
+        f"{first['reverse'] * 1e3:.2f} ms | {first['peak_gb']:.2f} GB | "
+        f"{first['mode']} |",
     ]
     for name in base:
-        row = get(f"growth {name}", "growth", **(base | {name: 2 * base[name]}))
+        row = get(f"growth {name}", "growth", n, **(base | {name: 2 * base[name]}))
         more = row["peak_gb"] - first["peak_gb"]
-        lines.append(
-            f"| {name} | {ratio(row, first)} | {ratio(row, first, 'image')} | "
-            f"{more:+.2f} GB | {row['mode']} |"
-        )
+        cells = [name, *(ratio(row, first, k) for k in ("seconds", *MODES))]
+        lines.append(f"| {' | '.join(cells)} | {more:+.2f} GB | {row['mode']} |")
     return "\n".join(lines) + "\n"
 
 
@@ -431,9 +437,10 @@ def where_passes_go(args: Namespace, get: Callable, small: bool) -> str:
         "As many passes as derivatives, of which the cheaper direction has "
         "2 min(C, K) + 1; normalisations that are folded make them cheaper than the "
         "network's own. Random inputs, and random weights but for ResNet-20 and "
-        "EfficientNet. Memory returned: as it would be if the C library gave memory "
-        "back to the system between layers; the forward pass that is the unit keeps it "
-        f"in all columns. The median of {PROCESSES} processes."
+        "EfficientNet. Memory returned: without keeping memory that the C library would "
+        "give back to the system between layers; the forward pass that is the unit has "
+        "it kept in all columns. Not folded, memory returned: – where there is nothing "
+        f"to fold or to keep. The median of {PROCESSES} processes."
     )
     lines = [
         "| network | inputs | C | K | derivatives | passes | not folded "
@@ -447,7 +454,8 @@ def where_passes_go(args: Namespace, get: Callable, small: bool) -> str:
         sizes = f"{name} | {shape[0]:,} | {C} | {K}"
         try:
             n = 1 if small else PROCESSES
-            row = get(f"passes {name}", "passes", n, network=name)
+            limit = {"limit_gb": 20} if name.startswith("ViT") else {}
+            row = get(f"passes {name}", "passes", n, network=name, **limit)
         except LookupError:
             lines.append(f"| {sizes} | | not measured yet | | | |")
             continue
@@ -489,8 +497,7 @@ def other_methods(args: Namespace, get: Callable, small: bool) -> str:
         "## Against laplace-torch's other posteriors: ResNet-20, "
         + ", ".join(f"{k}={v}" for k, v in p.items()),
         "",
-        "Batches of eight images, in which most ways are at home; ours takes fewer "
-        "passes for larger ones, see below.",
+        "Batches of eight images, in which most ways are at home.",
         "",
         "| posterior | fit | predict an image | passes | by ours | peak |",
         "|---|---|---|---|---|---|",
@@ -525,11 +532,32 @@ def batch_sizes(args: Namespace, get: Callable, small: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
+def compiled_passes(args: Namespace, get: Callable, small: bool) -> str:
+    lines = [
+        "## Compiled passes (`compile=True`)",
+        "",
+        "Features per input, of the same networks and inputs.",
+        "",
+        "| network | mode | as it is | compiled | ratio | compiling |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, mode in COMPILED[:1] if small else COMPILED:
+        row = get(f"compiled {name} {mode}", "compiled", network=name, mode=mode)
+        if "failed" in row:
+            lines.append(f"| {name} | {mode} | {row['failed']} | | | |")
+            continue
+        times = [f"{row[key] * 1e3:.3g} ms" for key in ("plain", "seconds")]
+        cells = [name, mode, *times, f"{row['plain'] / row['seconds']:.1f}×"]
+        lines.append(f"| {' | '.join(cells)} | {row['compiling']:.0f} s |")
+    return "\n".join(lines) + "\n"
+
+
 SECTIONS = {
     "theirs": against_theirs,
     "methods": other_methods,
     "passes": where_passes_go,
     "batch": batch_sizes,
+    "compiled": compiled_passes,
     "growth": growth_table,
     "options": options_table,
     "curvature": cheaper_curvature,

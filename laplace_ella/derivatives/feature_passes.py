@@ -5,10 +5,12 @@ Index legend: B batch, O outputs of one example, P parameters, K rank.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,6 +37,7 @@ from laplace_ella.derivatives.trials import (
     repeated,
     winner,
 )
+from laplace_ella.errors import CompileWarning, warn_caller
 from laplace_ella.support.batches import Batch, chunks
 from laplace_ella.support.heap import kept_memory
 from laplace_ella.support.preserve import differentiable_kernels
@@ -57,6 +60,12 @@ WORTH_FOLDING = 2.0
 #: Outputs and features of one pass.
 Way = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
+#: Ways that may be compiled: all tangents or outputs together.
+COMPILED: dict[FeatureMode, Way] = {
+    FeatureMode.FORWARD: by_forward,
+    FeatureMode.REVERSE: by_reverse,
+}
+
 #: A mode of differentiation, and whether all goes through the model together.
 Trials = dict[tuple[FeatureMode, bool], Trial]
 
@@ -75,7 +84,8 @@ class FeaturePasses:
         outputs that are wanted
     options : ComputeOptions
     compiled : dict
-        ways that were compiled before; compiled ones are added
+        ways that were compiled before; compiled ones are added, and those that cannot
+        be compiled, as they are
     """
 
     fn: ModelFunction
@@ -138,18 +148,34 @@ class FeaturePasses:
             lambda: plain.run(mode, together, one, few),
         )
 
-    def _cheaper(self, block: torch.Tensor, n_examples: int) -> ModelFunction:
+    def folds(self, mode: FeatureMode, together: bool) -> bool:
+        """Whether normalisations may be folded: compilers fuse them by themselves."""
+        return self.folded is not None and not self._compiles(mode, together)
+
+    def _compiles(self, mode: FeatureMode, together: bool) -> bool:
+        """Whether this way is compiled. Deep networks take long to compile in reverse
+        mode: not unasked."""
+        way = COMPILED.get(mode)
+        asked = mode is FeatureMode.FORWARD or mode is self.options.feature_mode
+        wanted = bool(self.options.compile) and asked and together
+        return wanted and way is not None and self.compiled.get(way) is not way
+
+    def _cheaper(
+        self, mode: FeatureMode, together: bool, block: torch.Tensor, n_examples: int
+    ) -> ModelFunction:
         """The function to differentiate for a block of directions (k, P).
 
         Folding saves work on the activations, and costs a copy of the directions.
         """
+        if self.folded is None or not self.folds(mode, together):
+            return self.fn
         k, sizes = len(block), self.sizes
         activations = n_examples * sizes.activations.total / sizes.itemsize
         pays = activations * min(k, self.selection.size) >= (
             WORTH_FOLDING * k * sizes.n_params
         )
         fits = k * sizes.n_params * sizes.itemsize <= sizes.pass_limit
-        return self.folded if self.folded is not None and pays and fits else self.fn
+        return self.folded if pays and fits else self.fn
 
     def _blocks(
         self, mode: FeatureMode, directions: torch.Tensor
@@ -183,11 +209,11 @@ class FeaturePasses:
         in all, for directions (k, P); reverse mode has features of the selected outputs
         only."""
         selection, dtype = self.selection, self.fn.dtype
-        fn = self._cheaper(block, n_examples)
+        fn = self._cheaper(mode, together, block, n_examples)
         tangents = fn.push(block.to(fn.device, dtype))
 
         def forward(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-            way = self._maybe_compiled(by_forward) if together else by_forward_loop
+            way = self._maybe_compiled(mode) if together else by_forward_loop
             with torch.set_grad_enabled(create_graph):
                 return way(fn, batch.inputs, tangents)
 
@@ -199,9 +225,7 @@ class FeaturePasses:
                 for numbers in order.split(self.sizes.outputs_at_once(selection.size))
             ]
             if together:
-                # Deep networks take minutes to compile in reverse mode: not unasked.
-                asked = self.options.feature_mode is FeatureMode.REVERSE
-                way = self._maybe_compiled(by_reverse) if asked else by_reverse
+                way = self._maybe_compiled(mode)
                 with torch.set_grad_enabled(create_graph):
                     parts = [way(fn, batch, tangents, block) for block in blocks]
             else:
@@ -221,14 +245,15 @@ class FeaturePasses:
         }
         return ways[mode]
 
-    def _maybe_compiled(self, way: Way) -> Way:
-        """One way to compute features, compiled at first use if that was asked for."""
-        asked = self.options.compile
-        if not asked:
+    def _maybe_compiled(self, mode: FeatureMode) -> Way:
+        """All tangents or outputs together, compiled at first use if asked for."""
+        way = COMPILED[mode]
+        if not self._compiles(mode, True):
             return way
         if way not in self.compiled:
+            asked = self.options.compile
             settings = asked if isinstance(asked, dict) else {}
-            self.compiled[way] = torch.compile(way, **settings)
+            self.compiled[way] = torch.compile(_twin(way), **settings)
         return self.compiled[way]
 
     # Which way
@@ -267,7 +292,7 @@ class FeaturePasses:
             # convolutions, which `vmap` makes slow.
             way = FeatureMode.FORWARD, True
             together = trials[way] = self._try(*way, batch, directions)
-            if not self.options.compile or together.error is not None:
+            if not self._compiles(*way) or together.error is not None:
                 way = FeatureMode.FORWARD, False
                 trials[way] = self._try(*way, batch, directions).handicapped()
         if asked is not FeatureMode.FORWARD:
@@ -294,7 +319,31 @@ class FeaturePasses:
         batch: Batch,
         directions: torch.Tensor,
     ) -> Trial:
-        """Seconds per example of all directions, from the first block of them."""
+        """Seconds per example of all directions, from the first block of them.
+
+        A way that only fails to compile is taken as it is, with a warning.
+        """
+        trial = self._timed(mode, together, batch, directions)
+        if trial.error is None or not self._compiles(mode, together):
+            return trial
+        self.compiled[COMPILED[mode]] = COMPILED[mode]
+        plain = self._timed(mode, together, batch, directions)
+        if plain.error is None:
+            warn_caller(
+                f"{mode.value}-mode features are not compiled: torch.compile failed "
+                f"({type(trial.error).__name__}: {trial.error}). Set compile=False, or "
+                "other arguments of torch.compile as a dict.",
+                CompileWarning,
+            )
+        return plain
+
+    def _timed(
+        self,
+        mode: FeatureMode,
+        together: bool,
+        batch: Batch,
+        directions: torch.Tensor,
+    ) -> Trial:
         block = self._blocks(mode, directions)[0]
         one_by_one = mode is FeatureMode.FORWARD and not together
         if one_by_one or mode is FeatureMode.DOUBLE_VJP:
@@ -326,3 +375,14 @@ class FeaturePasses:
             FeatureMode.DOUBLE_VJP: 3 * rank + 2,
             FeatureMode.REVERSE: 2 * n_outputs + 1 + product,
         }
+
+
+_twins = itertools.count()
+
+
+def _twin(way: Way) -> Way:
+    """The same with code of its own. Compilers stop after a few models and shapes per
+    piece of code, which all posteriors of a process would share."""
+    assert isinstance(way, FunctionType)
+    code = way.__code__.replace(co_name=f"{way.__name__}_{next(_twins)}")
+    return FunctionType(code, way.__globals__, way.__name__, way.__defaults__)

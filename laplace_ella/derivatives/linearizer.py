@@ -487,13 +487,12 @@ class Linearizer:
         self._probes[self._kind(batch)] = replace(self._probe(batch), folds=())
 
     def _may_fold(self) -> bool:
-        """Compilers fuse normalisations by themselves; in low precision folded weights
-        would be those of another model."""
+        """In low precision folded weights would be those of another model."""
         model = self.fn.model
         tensors = (*model.parameters(), *model.buffers())
         dtypes = {t.dtype for t in tensors if t.is_floating_point()}
         own = self.fn.asked_dtype is not None or dtypes == {self.dtype}
-        return own and not self.options.compile and not self._autocast
+        return own and not self._autocast
 
     def _check_folded(
         self,
@@ -505,7 +504,7 @@ class Linearizer:
     ) -> None:
         """Compare folded features with others, once for every kind of inputs."""
         key = (self._kind(batch), mode, together)
-        if passes.folded is not None and key not in self._checked:
+        if passes.folds(mode, together) and key not in self._checked:
             if not passes.agree(mode, together, batch, directions):
                 # The mode may be one that works in this way only.
                 self._decisions.features.pop(self._mode_key(passes, directions))

@@ -7,6 +7,7 @@ import resource
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from time import process_time
 from typing import Any
 from unittest.mock import patch
@@ -22,13 +23,15 @@ import laplace_ella.metrics
 from common.data import cifar10, imagenet_sample, read_images
 from common.models import ScaledInput, cifar_resnet, imagenet_model
 from common.runs import best_seconds
+from laplace_ella.derivatives.features import FeatureMode
 from laplace_ella.derivatives.folding import FoldFinder
+from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.posterior.davidson import leading_eigenpairs
 from laplace_ella.posterior.products import gram
 from laplace_ella.support import heap
 from laplace_ella.support.heap import kept_memory
 
-__all__ = ["METHODS", "NETWORKS", "OPTIONS", "TASKS"]
+__all__ = ["COMPILED", "METHODS", "NETWORKS", "OPTIONS", "TASKS"]
 
 Task = Callable[[Namespace, dict[str, Any]], dict[str, Any]]
 
@@ -263,7 +266,7 @@ def vit(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
 
 
 def growth(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Fit and predict with a fully connected network of about P parameters."""
+    """Fit a fully connected network of about P parameters, and features both ways."""
     torch.manual_seed(0)
     width = int((p["P"]) ** 0.5)
     model = nn.Sequential(
@@ -275,14 +278,24 @@ def growth(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     ).eval()
     x, y = torch.randn(p["N"], 64), torch.randint(p["C"], (p["N"],))
     la = ours(model, p["M"], p["K"])
-    seconds = once(lambda: la.fit(loader(x, y, 64)))
-    image = best_seconds(lambda: la(x[:64]), 2) / 64
-    return {
-        "seconds": seconds,
-        "image": image,
-        "n_params": la.n_params,
-        "mode": la.modes.features.value,
-    }
+    row: dict[str, Any] = {"seconds": once(lambda: la.fit(loader(x, y, 64)))}
+    few, V = x[:64], la.basis.directions
+    for mode in ("forward", "reverse"):
+        linearizer = _linearizer(la, feature_mode=mode)
+        row[mode] = best_seconds(lambda way=linearizer: _features(way, few, V), 4) / 64
+    return {**row, "mode": la.modes.features.value, "method": la.basis.method}
+
+
+def _linearizer(la: laplace_ella.ELLALaplace, **options: Any) -> Linearizer:
+    """The same network with other options."""
+    linearizer = la.fitter.linearizer
+    changed = {"feature_mode": FeatureMode(options.pop("feature_mode")), **options}
+    return linearizer.with_options(replace(linearizer.options, **changed))
+
+
+def _features(linearizer: Linearizer, x: torch.Tensor, V: torch.Tensor) -> object:
+    with torch.no_grad():
+        return linearizer.features(x, V)
 
 
 # What the options cost and change
@@ -343,10 +356,10 @@ class Encoder(nn.Module):
         return self.head(self.body(x).mean(1))
 
 
-def small_vit() -> nn.Module:
+def vit_base() -> nn.Module:
     import timm
 
-    return timm.create_model("vit_small_patch16_224", pretrained=False)
+    return timm.create_model("vit_base_patch16_224", pretrained=False)
 
 
 #: Name: the network (those of the data folder by their own name), its inputs, C and K.
@@ -355,14 +368,15 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...], int, int]] = {
     "MLP 2×50, 10,000 inputs": (mlp, (10_000, 10), 1, 20),
     "transformer encoder": (Encoder, (64, 32, 64), 10, 20),
     "EfficientNet-Lite0": ("efficientnet_lite0", (4, 3, 224, 224), 1000, 20),
-    "ViT-S/16": (small_vit, (1, 3, 224, 224), 1000, 10),
+    "ViT-B/16": (vit_base, (1, 3, 224, 224), 1000, 10),
 }
 
 
-def passes(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Seconds per input of the features, with and without normalisations folded, with
-    memory that goes back to the system, and the operators that take most of them."""
-    build, shape, _, K = NETWORKS[p["network"]]
+def _network(
+    args: Namespace, name: str
+) -> tuple[laplace_ella.ELLALaplace, torch.Tensor, torch.Tensor]:
+    """A network with its posterior, inputs, and directions."""
+    build, shape, _, K = NETWORKS[name]
     torch.manual_seed(0)
     if build == "resnet20":
         model = cifar_resnet(build, args.data_root)
@@ -370,40 +384,71 @@ def passes(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
         model = imagenet_model(build) if isinstance(build, str) else build().eval()
     x = torch.randn(*shape)
     la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=K)
+    V = torch.randn(K, la.n_params)
+    return la, x, V.div_(torch.linalg.vector_norm(V, dim=1, keepdim=True))
+
+
+def passes(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Seconds per input of the features; where normalisations are folded, without
+    that; where memory is kept, with memory that goes back to the system; and the
+    operators that take most of them."""
+    la, x, V = _network(args, p["network"])
     linearizer = la.fitter.linearizer
-    V = torch.nn.functional.normalize(torch.randn(K, linearizer.n_params))
 
     def features(inputs: torch.Tensor = x) -> object:
-        with torch.no_grad():
-            return linearizer.features(inputs, V)
+        return _features(linearizer, inputs, V)
 
-    seconds = best_seconds(features, 2) / len(x)
+    row: dict[str, Any] = {"seconds": best_seconds(features, 2) / len(x)}
+    row["forward"] = forward_seconds(la.model, x)
+    modes = linearizer.modes(len(V))
+    row["mode"] = modes.features.value + ("" if modes.together else ", one by one")
+    with patch.object(heap, "_reserve", return_value=None) as reserve:
+        seconds = best_seconds(features, 2) / len(x)
+    if reserve.called:
+        row["returned"] = seconds
+    if linearizer.probe(x).folds:
+        folding = linearizer
+        linearizer = linearizer.with_options(linearizer.options)
+        linearizer.adopt(len(V), modes)
+        with patch.object(FoldFinder, "folds", ()):
+            row["unfolded"] = best_seconds(features, 2) / len(x)
+        linearizer = folding
     few = x[: math.ceil(len(x) / 4)]  # the profiler's own memory grows with the calls
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         features(few)
     events = profiled.key_averages(group_by_input_shape=True)
     total = sum(e.self_cpu_time_total for e in events)
     largest = sorted(events, key=lambda e: -e.self_cpu_time_total)[:8]
-    operators = [(e.key.removeprefix("aten::"), _shapes(e), e.count) for e in largest]
-    shares = [e.self_cpu_time_total / total for e in largest]
-    modes = linearizer.modes(K)
-    row = {
-        "seconds": seconds,
-        "forward": forward_seconds(model, x),
-        "mode": modes.features.value + ("" if modes.together else ", one by one"),
-        "operators": [
-            (*operator, share)
-            for operator, share in zip(operators, shares, strict=True)
-        ],
-    }
-    with patch.object(heap, "_reserve", return_value=None):
-        row["returned"] = best_seconds(features, 2) / len(x)
-    if linearizer.probe(x).folds:
-        linearizer = linearizer.with_options(linearizer.options)
-        linearizer.adopt(K, modes)
-        with patch.object(FoldFinder, "folds", ()):
-            row["unfolded"] = best_seconds(features, 2) / len(x)
+    row["operators"] = [
+        (
+            e.key.removeprefix("aten::"),
+            _shapes(e),
+            e.count,
+            e.self_cpu_time_total / total,
+        )
+        for e in largest
+    ]
     return row
+
+
+#: Networks and modes whose passes are compiled.
+COMPILED = (
+    ("MLP 2×50, 10,000 inputs", "reverse"),
+    ("transformer encoder", "reverse"),
+    ("transformer encoder", "forward"),
+    ("ResNet-20", "forward"),
+)
+
+
+def compiled(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Seconds per input of the features in one mode, as they are and compiled."""
+    la, x, V = _network(args, p["network"])
+    plain = _linearizer(la, feature_mode=p["mode"])
+    faster = _linearizer(la, feature_mode=p["mode"], compile=True)
+    row = {"plain": best_seconds(lambda: _features(plain, x, V)) / len(x)}
+    row["compiling"] = once(lambda: _features(faster, x, V))
+    row["seconds"] = best_seconds(lambda: _features(faster, x, V)) / len(x)
+    return {**row, "forward": forward_seconds(la.model, x)}
 
 
 def _shapes(event: Any) -> str:
@@ -493,6 +538,7 @@ TASKS: dict[str, Task] = {
         growth,
         options,
         passes,
+        compiled,
         method,
         batch_size,
     )
