@@ -111,6 +111,16 @@ def test_fewer_directions_than_asked_for():
     assert found.rank == 4
 
 
+def test_one_gradient_that_is_not_zero():
+    """Its eigenvector is found at once, and there are no others."""
+    J = torch.zeros(1000, 3000)
+    J[0, 0] = 2
+    with pytest.warns(RankWarning, match="rank 1"):
+        found = basis_from_rows(J, 20)
+    assert found.eigenvalues.tolist() == [4.0]
+    assert found.directions.abs().argmax() == 0
+
+
 def test_without_any_direction():
     with pytest.raises(ValueError, match="gradients are zero"):
         basis_from_rows(torch.zeros(M, P), K)

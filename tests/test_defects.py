@@ -1305,6 +1305,15 @@ class Live(TorchDispatchMode):
         weakref.finalize(storage, freed)
 
 
+def test_statistics_of_the_batch():
+    """A model in which examples depend on each other is refused, before any work."""
+    norm = nn.BatchNorm2d(2, track_running_stats=False)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.Flatten(), nn.Linear(32, 3))
+    data = loader_of(torch.randn(10, 1, 6, 6), torch.randint(3, (10,)))
+    with pytest.raises(ValueError, match=r"statistics of the batch.*GroupNorm"):
+        ELLALaplace(model, "classification").fit(data)
+
+
 @pytest.mark.parametrize("row_mode", ["loop", "vmap"])
 @pytest.mark.parametrize("budget", [20_000_000, 40_000_000])
 def test_a_fit_within_its_budget(budget, row_mode):

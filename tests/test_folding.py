@@ -169,15 +169,6 @@ def test_found_and_the_same_features(name):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_statistics_of_the_batch_are_not_folded():
-    """A normalisation without running statistics is no affine map."""
-    norm = nn.BatchNorm2d(4, track_running_stats=False)
-    model = head(nn.Conv2d(2, 4, 2), norm).eval()
-    x = torch.randn(5, 2, 4, 4)
-    model(x)
-    assert not linearize(model).probe(x).folds
-
-
 @pytest.mark.parametrize(
     ("chosen", "n_folds"),
     [
@@ -244,9 +235,42 @@ def test_a_model_that_changed_is_not_folded():
     handle = model[1].register_forward_hook(lambda m, i, o: o + i[0].sin())
     _, Js = dense.jacobians(model, x)
     features = linearizer.features(x, V)
+    assert not FoldedFunction(linearizer.fn, linearizer.probe(x).folds).folds
     handle.remove()
     assert_close(features.phi, Js @ V.T, rtol=1e-9, atol=1e-10)
-    assert not linearizer.probe(x).folds
+
+
+@pytest.mark.parametrize("where", ["pre", "after", "everywhere"])
+def test_hooks_see_what_the_convolution_returns(where):
+    """Also one that only stores what the normalisation gets."""
+    model, x, _ = make("plain")
+    linearizer = linearize(model, feature_mode="reverse", row_mode="loop")
+    V, seen = directions(linearizer.n_params), []
+
+    def store(module, inputs, *output):
+        if module is model[1]:
+            seen.append(inputs[0])
+
+    register = {
+        "pre": model[1].register_forward_pre_hook,
+        "after": model[1].register_forward_hook,
+        "everywhere": nn.modules.module.register_module_forward_hook,
+    }[where]
+    handle = register(store)
+    linearizer.features(x, V)
+    handle.remove()
+    assert_close(torch.cat(seen[-5:]), model[0](x), rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_of_inputs_that_require_grad():
+    """Rows are no functions of the inputs: they are those of other inputs."""
+    model, x, _ = make("plain")
+    units = torch.eye(3)[:1].expand(len(x), -1)
+    expected = dense.jacobians(model, x)[1][:, 0]
+    rows = linearize(model, row_mode="vmap").rows(
+        x.clone().requires_grad_(), torch.arange(len(x)), units
+    )
+    assert_close(rows, expected, rtol=1e-9, atol=1e-10)
 
 
 def test_gradients_of_a_model_that_changes_on_the_way():

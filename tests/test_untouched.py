@@ -1,5 +1,7 @@
 """Nothing of the user's changes: weights, gradients, modes, hooks, random states."""
 
+import copy
+import io
 import random
 from collections import OrderedDict
 from contextlib import nullcontext
@@ -314,6 +316,86 @@ def test_default_dtype_does_not_matter():
     assert torch.get_default_dtype() == torch.float64
     assert la(case.x_test).dtype == torch.float32
     assert_close(la(case.x_test), expected, rtol=1e-5, atol=1e-6)
+
+
+class Remembering(nn.Module):
+    """A forward pass counts, stores an activation and makes a new attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.n_calls, self.last = 0, None
+
+    def forward(self, x):
+        self.n_calls += 1
+        self.last = self.latest = self.first(x).tanh()
+        return self.second(self.last)
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse", "double_vjp"])
+def test_attributes_that_a_forward_pass_writes(mode):
+    """They are as before, also when the model raises: not tensors of a transform,
+    which can be neither saved nor copied."""
+    torch.manual_seed(0)
+    model = Remembering().double()
+    x, y = torch.randn(9, 3).double(), torch.randint(2, (9,))
+    with torch.no_grad():
+        model(x)
+    del model.latest
+    last = model.last
+    case = Case(model, "classification", x, y, x[:4])
+    la = build(case, ELLALaplace, feature_mode=mode)
+    la.fit(case.loader())
+    la(case.x_test)
+    with pytest.raises(RuntimeError, match="shapes"):
+        la(torch.randn(2, 5).double())
+    assert model.n_calls == 1
+    assert model.last is last
+    assert not hasattr(model, "latest")
+    torch.save(model, io.BytesIO())
+    copy.deepcopy(la)
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, torch.jit.trace])
+def test_scripted_submodules_with_buffers(make):
+    """They work, and their buffers are as before."""
+    torch.manual_seed(0)
+    part = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+    arguments = (torch.randn(2, 3),) if make is torch.jit.trace else ()
+    model = nn.Sequential(make(part, *arguments), nn.Tanh(), nn.Linear(4, 2)).eval()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    x, y = torch.randn(9, 3), torch.randint(2, (9,))
+    case = Case(model, "classification", x, y, x[:4])
+    la = build(case, ELLALaplace)
+    la.fit(case.loader())
+    plain = nn.Sequential(part, *model[1:])
+    _, Js = dense.jacobians(plain, case.x_test)
+    phi = la.features(case.x_test)[1]
+    assert_close(phi, Js @ la.basis.vectors, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_parameter_that_is_a_buffer_elsewhere():
+    """It has gradients by both."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder, self.encoder = nn.Module(), nn.Linear(3, 3)
+            self.decoder.register_buffer("weight", self.encoder.weight)
+
+        def forward(self, x):
+            return self.encoder(x).tanh() @ self.decoder.weight
+
+    torch.manual_seed(0)
+    model = Tied().double()
+    x, y = torch.randn(9, 3).double(), torch.randint(3, (9,))
+    case = Case(model, "classification", x, y, x[:4])
+    la = build(case, ELLALaplace, n_eigenvalues=12)
+    la.fit(case.loader())
+    _, Js = dense.jacobians(model, x)
+    expected = torch.linalg.svdvals(Js.flatten(0, 1)).square()
+    assert_close(la.basis.eigenvalues, expected[: la.basis.rank])
 
 
 @pytest.mark.parametrize("shared", ["module", "weight"])

@@ -437,8 +437,8 @@ def where_passes_go(args: Namespace, get: Callable, small: bool) -> str:
         "As many passes as derivatives, of which the cheaper direction has "
         "2 min(C, K) + 1; normalisations that are folded make them cheaper than the "
         "network's own. Random inputs, and random weights but for ResNet-20 and "
-        "EfficientNet. Memory returned: without keeping memory that the C library would "
-        "give back to the system between layers; the forward pass that is the unit has "
+        "EfficientNet. Memory returned: without keeping what the C library would give "
+        "back to the system between layers; the forward pass that is the unit has "
         "it kept in all columns. Not folded, memory returned: – where there is nothing "
         f"to fold or to keep. The median of {PROCESSES} processes."
     )

@@ -216,6 +216,7 @@ class FoldFinder(TorchFunctionMode):
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._names = {id(tensor): name for name, tensor in state.items()}
+        self.batch_statistics = False  # whether something is normalised by them
         self._uses: Counter[str] = Counter()  # of parameters and buffers
         self._outputs: dict[int, _Output] = {}  # by identity, while they are alive
         self._candidates: list[tuple[_Output, Fold]] = []
@@ -238,6 +239,8 @@ class FoldFinder(TorchFunctionMode):
                 output.uses += 1
         if (call := _batch_norm_call(func, args, kwargs)) is not None:
             self._watch_normalization(call)
+        elif func is F.batch_norm:
+            self.batch_statistics = True
         elif func in LAYERS and len(args) > 1:
             self._watch_layer(result, args[1], _bias(args, kwargs))
         return result
@@ -375,14 +378,22 @@ class _Folding(TorchFunctionMode):
 
 
 def _is_hooked(model: nn.Module, fold: Fold) -> bool:
-    """Whether a module that has the layer, but not its normalisation, has a hook."""
+    """Whether a hook may see what is between the layer and its normalisation: an output
+    of a module that has the layer alone, or an input of one that has the other alone.
+    """
 
     def owners(name: str) -> set[str]:
         parts = name.split(".")[:-1]
         return {".".join(parts[: n + 1]) for n in range(len(parts))}
 
-    layer = owners(fold.weight) - owners(fold.mean)
-    return any(model.get_submodule(name)._forward_hooks for name in layer)
+    layer, normalization = owners(fold.weight), owners(fold.mean)
+    before = [model.get_submodule(name) for name in layer - normalization]
+    after = [model.get_submodule(name) for name in normalization - layer]
+    hooks = [module._forward_hooks for module in (*before, *after)]
+    hooks += [module._forward_pre_hooks for module in after]
+    everywhere = nn.modules.module
+    hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
+    return any(hooks)
 
 
 class FoldedFunction(ModelFunction):

@@ -220,6 +220,14 @@ class Linearizer:
 
             run = self.fn.watched(one.inputs, watch)
             f, activations = activation_bytes(self._run, one, run)
+            if finders[-1].batch_statistics:
+                raise ValueError(
+                    "A batch normalisation uses the statistics of the batch in "
+                    "evaluation mode, too, as with track_running_stats=False: the "
+                    "outputs of an example depend on the others in its batch, and have "
+                    "no derivative of their own. Give it running statistics, or use "
+                    "nn.GroupNorm or nn.InstanceNorm2d."
+                )
             folds = finders[-1].folds
             self._probes[key] = Probe(tuple(f.shape[1:]), activations, folds)
         return self._probes[key]
@@ -281,7 +289,7 @@ class Linearizer:
         """
         if not len(examples):
             return
-        batch, done = self.fn.ordered(self._batch(x)), 0
+        batch, done = self.fn.ordered(self._batch(x)).detach(), 0
         sizes = self.sizes(self._probe(batch))
         at_once = min(sizes.rows_at_once(), at_most or len(examples))
         with kept_memory(sizes.row_heap(len(examples))):
@@ -289,7 +297,7 @@ class Linearizer:
                 rest = examples[done:], cotangents[done:]
                 try:
                     passes = self._row_passes(batch)
-                    mode = self._row_mode(passes, batch.detach(), *rest, at_once)
+                    mode = self._row_mode(passes, batch, *rest, at_once)
                     for rows in passes.chunks(mode, batch, *rest, at_once, room):
                         done += len(rows)
                         yield rows

@@ -210,8 +210,12 @@ class ModelFunction:
         has it: modules may share them, and occur in several places."""
         first: dict[int, str] = {}
         names: dict[str, str] = {}
-        for prefix, module in self.model.named_modules():  # each module once
-            for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+        modules = list(self.model.named_modules())  # each module once
+        # Parameters first: a buffer of another module may be one of them.
+        tables = [(prefix, module._parameters) for prefix, module in modules]
+        tables += [(prefix, module._buffers) for prefix, module in modules]
+        for prefix, tensors in tables:
+            for own, tensor in tensors.items():
                 if tensor is not None:
                     name = f"{prefix}.{own}" if prefix else own
                     names[name] = first.setdefault(id(tensor), name)

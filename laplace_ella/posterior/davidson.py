@@ -83,7 +83,7 @@ def leading_eigenpairs(
     before = math.inf
     for step in range(1, MOST_STEPS + 1):
         new = torch.cat([new, companions], 1)
-        for _ in range(2):  # once is not enough in finite precision
+        for _ in range(3):  # once is not enough in finite precision
             new = torch.linalg.qr(new - Q @ (Q.T @ new))[0]
         Gnew = gram_times(rows, new)
         companions = Gnew[:, -companions.shape[1] :]
@@ -100,7 +100,8 @@ def leading_eigenpairs(
         worst = float(errors.max())
         if worst <= 1 and step >= LEAST_STEPS:
             return values, U
-        hopeless = worst > 1 and worst * (worst / before) ** (MOST_STEPS - step) > 1
+        pace = worst / before if before else 0.0
+        hopeless = worst > 1 and worst * pace ** (MOST_STEPS - step) > 1
         if hopeless and step >= MOST_STEPS / 2:
             return None
         wanting = errors > 1

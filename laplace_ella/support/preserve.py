@@ -73,10 +73,17 @@ def full_precision(device: torch.device) -> torch.autocast:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Run the block in eval mode; modes and buffers are restored on any exit.
+    """Run the block in eval mode; modes, buffers and attributes are restored on any
+    exit.
 
-    A forward pass may write into a buffer or put another tensor in its place.
+    A forward pass may write into a buffer or put another tensor in its place. What it
+    stores in an attribute is a tensor of a transform, which is of no use afterwards.
     """
+    attributes = [
+        (module, dict(module.__dict__))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer._version, buffer.detach().clone())
@@ -88,13 +95,18 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for module, values in attributes:
+            for name in module.__dict__.keys() - values.keys():
+                del module.__dict__[name]
+            module.__dict__.update(values)
         for module, training in modes:
             module.training = training
         with torch.no_grad():
             for module, name, buffer, version, value in buffers:
                 if buffer._version != version:
                     buffer.copy_(value)
-                if module._buffers.get(name) is not buffer:
+                # Those of scripted modules are no dictionary.
+                if dict(module._buffers.items()).get(name) is not buffer:
                     module._buffers[name] = buffer
 
 
