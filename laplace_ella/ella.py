@@ -140,8 +140,8 @@ or None, default=None
         from the CPU. Several processes divide the gradients among them instead
     compile : bool or dict, default=False
         compile the forward-mode pass with `torch.compile`, with these arguments; with
-        `feature_mode="reverse"` that of reverse mode, which takes minutes for deep
-        networks
+        `feature_mode="reverse"` that of reverse mode, which takes long for deep
+        networks. With "auto" reverse mode is not compiled
     output_layout : OutputLayout or str, default="flat"
         where the outputs of models that predict at many positions (tokens, pixels) have
         their channels, see `OutputLayout`; predictions come in the model's layout.
@@ -152,15 +152,16 @@ or None, default=None
         confident; for `multi_label` the sigmoid's
     top_outputs : int, optional
         m: predicted probabilities, in searches too, know the variance of the m largest
-        logits only. Their gradients are all that is computed, in 2m + 1 passes however
-        many directions and classes there are; the classes that are out of the question
-        keep their logits. All by default
+        logits only. In reverse mode their gradients are all that is computed, 2m + 1
+        derivatives however many directions and classes there are; the classes that are
+        out of the question keep their logits. All by default
     multi_label : bool, default=False
         classification with C labels that are there or not, each by a sigmoid, instead
         of one class of C; targets are 0 or 1, in the shape of the output
     parameter_names : sequence of str, optional
         names of the parameters that get a posterior, or patterns like "encoder.*"; all
-        that require gradients by default
+        that require gradients by default. No derivative is taken below the first of
+        them: the last blocks of a network make predictions several times cheaper
     distributed : bool, optional
         whether the processes of `torch.distributed`'s default group fit and tune one
         posterior, each with its part of the data; by default if there is a group.

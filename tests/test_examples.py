@@ -295,6 +295,11 @@ def test_benchmark_tasks(paper, data_dir, tmp_path):
         "growth": {"P": 400, "C": 3},
         "options": {"option": "default", "tag": "option"},
         "passes": {"network": "transformer encoder"},
+        "compiled": {
+            "network": "transformer encoder",
+            "mode": "forward",
+            "inputs": 2,
+        },
         "method": {"method": "ours, last stage, `top_outputs=3`"},
         "batch_size": {"batch": 1},
     }.items():

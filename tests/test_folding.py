@@ -11,6 +11,7 @@ from laplace_ella.derivatives.folding import FoldedFunction
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.options import ComputeOptions
+from laplace_ella.derivatives.rows import RowMode
 from laplace_ella.posterior.basis import RowSketch
 from tests import dense
 from tests.fitting import assert_close
@@ -260,6 +261,30 @@ def test_hooks_see_what_the_convolution_returns(where):
     linearizer.features(x, V)
     handle.remove()
     assert_close(torch.cat(seen[-5:]), model[0](x), rtol=1e-10, atol=1e-10)
+
+
+def test_a_unit_on_its_kink():
+    """Rounding decides on which side it is: that is no reason not to fold, if other
+    examples agree."""
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(1, 1, 1, bias=False), nn.BatchNorm2d(1)
+    model = nn.Sequential(conv, norm, nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)).eval()
+    model.float()
+    for _ in range(200):
+        w, mean, scale, shift = torch.rand(4).add(0.5).float()
+        with torch.no_grad():
+            conv.weight.fill_(w)
+            norm.running_mean.fill_(mean)
+            norm.weight.fill_(scale)
+            norm.bias.fill_(shift)
+            kink = (mean - shift / scale * (1 + norm.eps) ** 0.5) / w
+        x = torch.stack([kink, kink + 1, kink - 1]).view(3, 1, 1, 1).expand(3, 1, 2, 2)
+        linearizer = linearize(model, row_mode="vmap")
+        passes = linearizer._row_passes(linearizer._batch(x))
+        if not passes.agree(RowMode.VMAP, linearizer._batch(x[:1]), 2):
+            assert passes.agree(RowMode.VMAP, linearizer._batch(x), 2)
+            return
+    pytest.fail("no input was found that rounding decides on")
 
 
 def test_gradients_of_inputs_that_require_grad():

@@ -203,22 +203,39 @@ def test_gradients_flow_to_the_inputs():
     assert torch.autograd.gradcheck(lambda x: la(x, link_approx="probit"), x, atol=1e-6)
 
 
+def multiplications(la, x):
+    """Of one prediction, after the ways were chosen."""
+    la(x)
+    with FlopCounterMode(display=False) as counter:
+        la(x)
+    return counter.get_total_flops()
+
+
 def test_the_work_goes_with_the_number_of_outputs():
-    """Reverse mode: about 2m + 1 passes, counted in multiplications."""
+    """Reverse mode: about 2m + 1 derivatives, counted in multiplications."""
     torch.manual_seed(0)
     model = mlp(20, 50, 50, 30)
     x, y = torch.randn(40, 20), torch.randint(30, (40,))
     la = Laplace(model, "classification", "all", "nystrom", feature_mode="reverse")
     la.fit(loader(x, y))
+    everything = multiplications(la, x)
+    la.top_outputs = 3
+    assert multiplications(la, x) < 0.2 * everything
 
-    def multiplications(m):
-        la.top_outputs = m
-        la(x)  # the ways are chosen
-        with FlopCounterMode(display=False) as counter:
-            la(x)
-        return counter.get_total_flops()
 
-    assert multiplications(3) < 0.2 * multiplications(None)
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_the_work_goes_with_the_layers(mode):
+    """Below the first one that has a posterior there is the forward pass alone."""
+    torch.manual_seed(0)
+    model = mlp(50, 200, 200, 4, 3)  # the last layer is next to nothing
+    x, y = torch.randn(40, 50), torch.randint(3, (40,))
+    last = [name for name, _ in model.named_parameters()][-2:]
+    settings = {"n_eigenvalues": 5, "feature_mode": mode, "parameter_names": last}
+    la = Laplace(model, "classification", "all", "nystrom", **settings)
+    la.fit(loader(x, y))
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert multiplications(la, x) < 1.1 * counter.get_total_flops()
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, "all"])

@@ -22,7 +22,14 @@ from datetime import datetime, timezone
 from typing import Any
 
 import torch
-from common.benchmark_tasks import COMPILED, METHODS, NETWORKS, OPTIONS, TASKS
+from common.benchmark_tasks import (
+    COMPILED,
+    METHODS,
+    NETWORKS,
+    OPTIONS,
+    TASKS,
+    peak_bytes,
+)
 from common.runs import Results, arguments, environment, start
 
 #: What stands for the day of rows that do not have one.
@@ -78,12 +85,10 @@ def work(args: Namespace, task: str, p: dict[str, Any]) -> None:
     """The other side of `measure`: print the row and the peak of memory as JSON."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     limit = int(p.get("limit_gb", LIMIT_GB) * 1e9)
     resource.setrlimit(resource.RLIMIT_AS, (limit + 10**10, limit + 10**10))
     row = TASKS[task](args, p)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({**row, "peak_gb": peak / 1e6, "start_gb": before / 1e6}))
+    print(json.dumps({**row, "peak_gb": peak_bytes() / 1e9}))
 
 
 # The table
@@ -131,7 +136,8 @@ def write_page(args: Namespace) -> str:
     told = "\n".join(f"- {k}: {v}" for k, v in environment(args).items())
     page = (
         "# What ELLA costs\n\n`python examples/paper/benchmark.py`, CPU seconds of one "
-        f"thread, peak resident memory of one process per measurement.\n\n{told}\n\n"
+        "thread, peak resident memory of one process per measurement, of which the "
+        f"least are Python and torch themselves.\n\n{told}\n\n"
     )
     files = {name: args.out / f"{name}.md" for name in SECTIONS}
     page += "\n".join(f.read_text() for f in files.values() if f.exists())
@@ -149,6 +155,14 @@ def ratio(a: dict[str, Any], b: dict[str, Any], key: str = "seconds") -> str:
     return f"{a[key] / b[key]:.1f}×" if key in a and key in b else "–"
 
 
+def user_ratio(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """Without what the system took."""
+    if "failed" in a or "failed" in b:
+        return "–"
+    own = [row["seconds"] - row["system"] for row in (a, b)]
+    return f"{own[0] / own[1]:.1f}×"
+
+
 def passes(row: dict[str, Any], key: str = "seconds") -> str:
     return f"{row[key] / row['forward']:.0f}" if key in row else "–"
 
@@ -156,7 +170,8 @@ def passes(row: dict[str, Any], key: str = "seconds") -> str:
 def shown(row: dict[str, Any], scale: float = 1e3, unit: str = "ms") -> str:
     if "failed" in row:
         return f"failed beyond {row['limit_gb']} GB"
-    return f"{row['seconds'] * scale:.3g} {unit}"
+    seconds = row["seconds"] * scale
+    return f"{seconds:,.0f} {unit}" if seconds >= 1000 else f"{seconds:.3g} {unit}"
 
 
 def peak(row: dict[str, Any]) -> str:
@@ -189,8 +204,11 @@ def against_theirs(args: Namespace, get: Callable, small: bool) -> str:
         )
 
     M = 16 if small else 512
-    rows = both("row", "basis_row", {"M": 8, "batch": 8}, {"M": M, "batch": 64})
-    line("one sampled gradient (theirs at batch 8)", *rows)
+    their_M = 8 if small else 64
+    row_t, row_o = both(
+        "row", "basis_row", {"M": their_M, "batch": 8}, {"M": M, "batch": 64}
+    )
+    line("one sampled gradient (theirs at batch 8)", row_t, row_o)
     K, M, their_M = (4, 16, 8) if small else (20, 2000, 256)
     basis_t, basis_o = both(
         "basis",
@@ -253,9 +271,10 @@ def against_theirs(args: Namespace, get: Callable, small: bool) -> str:
         "",
         f"Of the {basis_o['seconds'] * 1e3:.3g} ms of a gradient with its basis the "
         f"system takes {basis_o['system'] * 1e3:.2g} ms, for memory that is written to "
-        "for the first time; of theirs, "
-        f"{basis_t['system'] * 1e3:.3g} ms. Virtual machines whose host takes free "
-        "memory back pay most for that.",
+        f"for the first time; of theirs, {basis_t['system'] * 1e3:.3g} ms. Virtual "
+        "machines whose host takes free memory back pay most for that. Without it the "
+        f"ratio is {user_ratio(basis_t, basis_o)}, and of the gradient alone "
+        f"{user_ratio(row_t, row_o)}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -344,8 +363,8 @@ def large_models(args: Namespace, get: Callable, small: bool) -> str:
         )
     ]
     if not small:
-        vit_row = get("vit", "vit", M=64, K=10, budget=14, limit_gb=20)
-        rows.append(("ViT-B/16", "86.6 M", vit_row, (64, 10, 14)))
+        vit_row = get("vit", "vit", M=24, K=10, budget=14, limit_gb=20)
+        rows.append(("ViT-B/16", "86.6 M", vit_row, (24, 10, 14)))
     for name, n_params, row, (m, k, budget) in rows:
         if "failed" in row:
             lines.append(
@@ -396,7 +415,7 @@ def cheaper_curvature(args: Namespace, get: Callable, small: bool) -> str:
     return (
         f"## Sampled curvature (`stochastic=True`), ResNet-20, N={p['N']}\n\n"
         f"Exact {exact['seconds']:.1f} s, sampled {sampled['seconds']:.1f} s: "
-        f"{ratio(exact, sampled)} less, with one backward pass per example.\n"
+        f"{ratio(exact, sampled)} faster, with one backward pass per example.\n"
     )
 
 
@@ -434,18 +453,17 @@ def options_table(args: Namespace, get: Callable, small: bool) -> str:
 
 def where_passes_go(args: Namespace, get: Callable, small: bool) -> str:
     about = (
-        "As many passes as derivatives, of which the cheaper direction has "
-        "2 min(C, K) + 1; normalisations that are folded make them cheaper than the "
-        "network's own. Random inputs, and random weights but for ResNet-20 and "
-        "EfficientNet. Memory returned: without keeping what the C library would give "
-        "back to the system between layers; the forward pass that is the unit has "
-        "it kept in all columns. Not folded, memory returned: – where there is nothing "
-        f"to fold or to keep. The median of {PROCESSES} processes."
+        "In forward passes of the same inputs. Derivatives: of the cheaper direction, "
+        "2 min(C, K) + 1, each of which costs about a pass. Random inputs, and random "
+        "weights but for ResNet-20 and EfficientNet. Not folded: features of the model "
+        "as it is, normalisations and all. Memory returned: without keeping what the C "
+        "library would give back to the system between layers. –: there is nothing to "
+        f"fold or to keep. The median of {PROCESSES} processes; of one for ViT-B/16."
     )
     lines = [
-        "| network | inputs | C | K | derivatives | passes | not folded "
-        "| memory returned | features |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| network | inputs | C | K | derivatives | a prediction | its features | "
+        "not folded | memory returned | mode |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     details = []
     for name, (_, shape, C, K) in NETWORKS.items():
@@ -453,34 +471,39 @@ def where_passes_go(args: Namespace, get: Callable, small: bool) -> str:
             continue
         sizes = f"{name} | {shape[0]:,} | {C} | {K}"
         try:
-            n = 1 if small else PROCESSES
+            n = 1 if small or name.startswith("ViT") else PROCESSES
             limit = {"limit_gb": 20} if name.startswith("ViT") else {}
             row = get(f"passes {name}", "passes", n, network=name, **limit)
         except LookupError:
-            lines.append(f"| {sizes} | | not measured yet | | | |")
+            lines.append(f"| {sizes} | | not measured yet | | | | |")
             continue
         if "failed" in row:
-            lines.append(f"| {sizes} | | {row['failed']} | | | |")
+            lines.append(f"| {sizes} | | {row['failed']} | | | | |")
             continue
         lines.append(
             f"| {sizes} | {2 * min(C, K) + 1} | {passes(row)} | "
-            f"{passes(row, 'unfolded')} | {passes(row, 'returned')} | {row['mode']} |"
+            f"{passes(row, 'features')} | {passes(row, 'unfolded')} | "
+            f"{passes(row, 'returned')} | {row['mode']} |"
         )
-        total = row["seconds"] / row["forward"]
+        total = row["features"] / row["forward"]
+        few = row["operators"][:6]
         details += [
             f"| {name} | {operator} | {shapes} | {count} | {share * total:.1f} |"
-            for operator, shapes, count, share in row["operators"][:6]
+            for operator, shapes, count, share in few
         ]
+        rest = total * (1 - sum(share for *_, share in few))
+        details.append(f"| {name} | all others | | | {rest:.1f} |")
     # For the guide, which has no need of the operators.
     (args.out / "passes_short.md").write_text("\n".join(lines) + "\n")
     lines = [
-        "## Where the passes go: features J(x)V of five networks",
+        "## Where the passes go: predictions of five networks",
         "",
         about,
         "",
         *lines,
         "",
-        "The operators that take most, by the shapes of their arguments:",
+        "The operators that take most of the features, by the shapes of their "
+        "arguments, for a quarter of the inputs:",
         "",
         "| network | operator | arguments | calls | passes |",
         "|---|---|---|---|---|",
@@ -494,41 +517,56 @@ def other_methods(args: Namespace, get: Callable, small: bool) -> str:
     if small:
         p = {"N": 4, "M": 4, "K": 2, "images": 2}
     lines = [
-        "## Against laplace-torch's other posteriors: ResNet-20, "
+        "## Against laplace-torch's other posteriors: "
         + ", ".join(f"{k}={v}" for k, v in p.items()),
         "",
-        "Batches of eight images, in which most ways are at home.",
+        "Fits and predictions by batches of eight images, with which all ways fit in "
+        "memory. A CNN without normalisations has KFAC, too. The last column is the "
+        "time of a prediction, relative to ours.",
         "",
-        "| posterior | fit | predict an image | passes | by ours | peak |",
-        "|---|---|---|---|---|---|",
+        "| network | posterior | fit | predict an image | passes | peak | relative |",
+        "|---|---|---|---|---|---|---|",
     ]
-    rows = {name: get(f"method {name}", "method", method=name, **p) for name in METHODS}
-    for name, row in rows.items():
-        if "failed" in row:
-            lines.append(f"| {name} | {row['failed']} | | | | |")
-            continue
-        lines.append(
-            f"| {name} | {shown(row, 1.0, 's')} | {row['image'] * 1e3:.3g} ms | "
-            f"{row['image'] / row['forward']:.1f} | {ratio(row, rows['ours'], 'image')}"
-            f" | {peak(row)} |"
-        )
+    for network, plain in (("ResNet-20", False), ("plain CNN", True)):
+        names = [name for name in METHODS if not (plain and "stage" in name)]
+        rows = {
+            name: get(
+                f"method {network} {name}", "method", method=name, plain=plain, **p
+            )
+            for name in names
+        }
+        for name, row in rows.items():
+            if "failed" in row:
+                lines.append(f"| {network} | {name} | {row['failed']} | | | | |")
+                continue
+            lines.append(
+                f"| {network} | {name} | {shown(row, 1.0, 's')} | "
+                f"{row['image'] * 1e3:.3g} ms | {row['image'] / row['forward']:.1f} | "
+                f"{peak(row)} | {row['image'] / rows['ours']['image']:.2g} |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def batch_sizes(args: Namespace, get: Callable, small: bool) -> str:
-    p = {"M": 24, "K": 20, "images": 48}
+    p = {"M": 24, "K": 20, "images": 32}
     if small:
         p = {"M": 4, "K": 2, "images": 4}
     lines = [
-        "## Batch size: predictions of ResNet-20, "
-        + ", ".join(f"{k}={v}" for k, v in p.items()),
+        "## Batch size: predictions of ResNet-20, K=20, and laplace-torch's ELLA",
         "",
-        "| batch | per image | passes of the same batch |",
-        "|---|---|---|",
+        "Passes of the same batch, whose images get cheaper as it grows.",
+        "",
+        "| batch | theirs | ours | ratio | theirs, passes | ours, passes |",
+        "|---|---|---|---|---|---|",
     ]
-    for batch in (1, 4) if small else (1, 4, 12, 48):
-        row = get(f"batch {batch}", "batch_size", batch=batch, **p)
-        lines.append(f"| {batch} | {shown(row)} | {passes(row)} |")
+    for batch in (1, 4) if small else (1, 4, 8, 16, 32, 64):
+        theirs, mine = (
+            get(f"batch {batch} {side}", "batch_size", side=side, batch=batch, **p)
+            for side in ("theirs", "ours")
+        )
+        cells = [shown(theirs), shown(mine), ratio(theirs, mine)]
+        cells += [passes(theirs), passes(mine)]
+        lines.append(f"| {batch} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -536,19 +574,24 @@ def compiled_passes(args: Namespace, get: Callable, small: bool) -> str:
     lines = [
         "## Compiled passes (`compile=True`)",
         "",
-        "Features per input, of the same networks and inputs.",
+        "Features per input of the networks above, as they are and compiled, and the "
+        "first call, which compiles.",
         "",
-        "| network | mode | as it is | compiled | ratio | compiling |",
-        "|---|---|---|---|---|---|",
+        "| network | inputs | mode | as it is | compiled | ratio | first call |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, mode in COMPILED[:1] if small else COMPILED:
-        row = get(f"compiled {name} {mode}", "compiled", network=name, mode=mode)
+    for name, mode, inputs in COMPILED[:1] if small else COMPILED:
+        # Compilers start processes, which have the same limit.
+        p = {"network": name, "mode": mode, "inputs": inputs, "limit_gb": 100}
+        row = get(f"compiled {name} {mode} {inputs}", "compiled", **p)
+        about = [name.split(",")[0], f"{inputs:,}", mode]
         if "failed" in row:
-            lines.append(f"| {name} | {mode} | {row['failed']} | | | |")
+            lines.append(f"| {' | '.join(about)} | {row['failed']} | | | |")
             continue
         times = [f"{row[key] * 1e3:.3g} ms" for key in ("plain", "seconds")]
-        cells = [name, mode, *times, f"{row['plain'] / row['seconds']:.1f}×"]
+        cells = [*about, *times, f"{row['plain'] / row['seconds']:.1f}×"]
         lines.append(f"| {' | '.join(cells)} | {row['compiling']:.0f} s |")
+    (args.out / "compiled_short.md").write_text("\n".join(lines[4:]) + "\n")
     return "\n".join(lines) + "\n"
 
 

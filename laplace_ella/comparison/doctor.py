@@ -489,8 +489,9 @@ def _advice(patient: _Patient, chosen: Forecast, time_budget: float) -> str:
     if chosen.longest > time_budget:
         why = (
             "the fastest of them, though it takes more than "
-            f"{human_seconds(time_budget)}; fewer data, or less of the network "
-            "(parameter_names), take less"
+            f"{human_seconds(time_budget)}; fewer data, less of the network "
+            "(parameter_names) or, for predictions, fewer outputs (top_outputs) take "
+            "less"
         )
     layout = patient.settings.output_layout
     if layout is not OutputLayout.FLAT:

@@ -137,15 +137,16 @@ class FeaturePasses:
         batch: Batch,
         directions: torch.Tensor,
     ) -> bool:
-        """Whether one example's features are the same without folding."""
-        one, few = batch.take(slice(0, 1)).detach(), directions[:FEW_DIRECTIONS]
+        """Whether an example's features are the same without folding."""
+        few = directions[:FEW_DIRECTIONS]
         # Folded whatever it costs: what is compared is to be used for larger batches.
         folded = replace(self, fn=self.folded or self.fn, folded=None)
         plain = replace(self, folded=None)
         return agrees(
             self.fn,
-            lambda: folded.run(mode, together, one, few),
-            lambda: plain.run(mode, together, one, few),
+            batch,
+            lambda one: folded.run(mode, together, one, few),
+            lambda one: plain.run(mode, together, one, few),
         )
 
     def folds(self, mode: FeatureMode, together: bool) -> bool:

@@ -13,7 +13,7 @@ every channel, for each of K tangents or C outputs.
 Which layers can be folded is seen in a forward pass, not guessed from the modules: the
 output of the convolution goes into the normalisation and nowhere else. Every later pass
 checks the same of what it does, and before features or gradients are used for the first
-time one example's are compared with those of the model as it is: a mode cannot see
+time those of an example are compared with the model's as it is: a mode cannot see
 everything.
 
 Index legend: K directions, P parameters.

@@ -21,8 +21,8 @@ __all__ = [
     "too_large_for_exact",
 ]
 
-#: Rows of a sketch that survive a full buffer, as multiples of K. Measured on ResNet-20
-#: (K=20, M=2000): eigenvalues within 0.4 % of exact ones, subspace angle 1.2°.
+#: Rows of a sketch that survive a full buffer, as multiples of K: eigenvalues are then
+#: within a percent of exact ones, see examples/paper/results/benchmark/streaming.md.
 SKETCH_FACTOR = 5
 
 #: Bytes per entry of a Gram matrix: it and its eigenvectors in float64, and as much

@@ -7,7 +7,9 @@ import resource
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from time import process_time
 from typing import Any
 from unittest.mock import patch
@@ -22,16 +24,23 @@ import laplace_ella
 import laplace_ella.metrics
 from common.data import cifar10, imagenet_sample, read_images
 from common.models import ScaledInput, cifar_resnet, imagenet_model
-from common.runs import best_seconds
+from common.runs import best_seconds, forward_seconds
 from laplace_ella.derivatives.features import FeatureMode
 from laplace_ella.derivatives.folding import FoldFinder
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.posterior.davidson import leading_eigenpairs
 from laplace_ella.posterior.products import gram
 from laplace_ella.support import heap
-from laplace_ella.support.heap import kept_memory
 
-__all__ = ["COMPILED", "METHODS", "NETWORKS", "OPTIONS", "TASKS"]
+__all__ = [
+    "COMPILED",
+    "METHODS",
+    "NETWORKS",
+    "OPTIONS",
+    "TASKS",
+    "forget_peak",
+    "peak_bytes",
+]
 
 Task = Callable[[Namespace, dict[str, Any]], dict[str, Any]]
 
@@ -83,13 +92,40 @@ SIDES = {"ours": ours, "theirs": theirs}
 
 def resnet20(args: Namespace, n: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     images = cifar10(args.data_root, "train")[:n]
-    return cifar_resnet("resnet20", args.data_root), images.x, images.y
+    x, y = images.x.clone(), images.y.clone()
+    del images
+    cifar10.cache_clear()
+    forget_peak()
+    return cifar_resnet("resnet20", args.data_root), x, y
 
 
-def forward_seconds(model: nn.Module, x: torch.Tensor) -> float:
-    """Seconds of one forward pass per image, without asking the system for memory."""
-    with torch.no_grad(), kept_memory(2**30):
-        return best_seconds(lambda: model(x)) / len(x)
+def forget_peak() -> None:
+    """What was read from files does not count for the peak of memory from here on."""
+    with suppress(OSError):  # Linux has it
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """The peak of resident memory since then, or of all."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class Clock:
+    """CPU seconds of a block, and those of them that the system took."""
+
+    def __enter__(self) -> Clock:
+        self._began = resource.getrusage(resource.RUSAGE_SELF)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        now, began = resource.getrusage(resource.RUSAGE_SELF), self._began
+        self.system = now.ru_stime - began.ru_stime
+        self.seconds = now.ru_utime - began.ru_utime + self.system
 
 
 def basis_row(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
@@ -104,11 +140,18 @@ def basis_row(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
         rows = la.fitter.linearizer.row_chunks
         few = x[:64], torch.arange(min(64, M)), outputs[:64]
         _consume(rows(*few))  # finds out how, as at the start of a fit
-        seconds = once(lambda: _consume(rows(x, torch.arange(M), outputs)))
+        with Clock() as clock:
+            _consume(rows(x, torch.arange(M), outputs))
     else:  # decomposes as well, a matrix of M×M; the first time gets the memory
         indices = la._indices(data, False)
-        seconds = best_seconds(lambda: la._build_basis(data, indices), 1)
-    return {"seconds": seconds / M, "forward": forward_seconds(model, x[:64])}
+        la._build_basis(loader(x[:8], y[:8], 8), indices[:8])
+        with Clock() as clock:
+            la._build_basis(data, indices)
+    return {
+        "seconds": clock.seconds / M,
+        "system": clock.system / M,
+        "forward": forward_seconds(model, x[:64]),
+    }
 
 
 def basis(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
@@ -118,15 +161,14 @@ def basis(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     data = loader(x, y, p["batch"])
     la = SIDES[p["side"]](model, p["M"], p["K"])
     la.model.eval()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_stime
-    if p["side"] == "ours":
-        seconds = once(lambda: la.fit_basis(data))
-    else:
-        seconds = once(lambda: la._build_basis(data, la._indices(data, False)))
-    system = resource.getrusage(resource.RUSAGE_SELF).ru_stime - before
+    with Clock() as clock:
+        if p["side"] == "ours":
+            la.fit_basis(data)
+        else:
+            la._build_basis(data, la._indices(data, False))
     return {
-        "seconds": seconds / p["M"],
-        "system": system / p["M"],
+        "seconds": clock.seconds / p["M"],
+        "system": clock.system / p["M"],
         "forward": forward_seconds(model, x[:64]),
     }
 
@@ -226,6 +268,7 @@ def efficientnet(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     paths, classes = imagenet_sample(args.data_root)
     x = read_images(paths[:: 1000 // p["M"]][: p["M"]])
     y = classes[:: 1000 // p["M"]][: p["M"]]
+    forget_peak()
     # Curvature from sampled labels: one backward pass per image instead of 2K + 1.
     la = ours(model, p["M"], p["K"], memory_budget=f"{p['budget']} GB", stochastic=True)
     seconds = once(lambda: la.fit(loader(x, y, 16)))
@@ -375,31 +418,34 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...], int, int]] = {
 def _network(
     args: Namespace, name: str
 ) -> tuple[laplace_ella.ELLALaplace, torch.Tensor, torch.Tensor]:
-    """A network with its posterior, inputs, and directions."""
-    build, shape, _, K = NETWORKS[name]
+    """A posterior, fitted on a few inputs, with inputs, and its directions."""
+    build, shape, C, K = NETWORKS[name]
     torch.manual_seed(0)
     if build == "resnet20":
         model = cifar_resnet(build, args.data_root)
     else:
         model = imagenet_model(build) if isinstance(build, str) else build().eval()
     x = torch.randn(*shape)
-    la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=K)
-    V = torch.randn(K, la.n_params)
-    return la, x, V.div_(torch.linalg.vector_norm(V, dim=1, keepdim=True))
+    M = math.ceil(1.2 * K)
+    few = x[: math.ceil(M / C)]
+    la = ours(model, M, K)
+    la.fit(loader(few, torch.zeros(len(few), dtype=torch.long), len(few)))
+    return la, x, la.basis.directions
 
 
 def passes(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
-    """Seconds per input of the features; where normalisations are folded, without
-    that; where memory is kept, with memory that goes back to the system; and the
-    operators that take most of them."""
+    """Seconds per input of predictions and of their features; where normalisations are
+    folded, without that; where memory is kept, with memory that goes back to the
+    system; and the operators that take most of them."""
     la, x, V = _network(args, p["network"])
     linearizer = la.fitter.linearizer
 
     def features(inputs: torch.Tensor = x) -> object:
         return _features(linearizer, inputs, V)
 
-    row: dict[str, Any] = {"seconds": best_seconds(features, 2) / len(x)}
+    row: dict[str, Any] = {"seconds": best_seconds(lambda: la(x), 2) / len(x)}
     row["forward"] = forward_seconds(la.model, x)
+    row["features"] = best_seconds(features, 2) / len(x)
     modes = linearizer.modes(len(V))
     row["mode"] = modes.features.value + ("" if modes.together else ", one by one")
     with patch.object(heap, "_reserve", return_value=None) as reserve:
@@ -431,18 +477,20 @@ def passes(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-#: Networks and modes whose passes are compiled.
+#: Networks, modes and numbers of inputs whose passes are compiled.
 COMPILED = (
-    ("MLP 2×50, 10,000 inputs", "reverse"),
-    ("transformer encoder", "reverse"),
-    ("transformer encoder", "forward"),
-    ("ResNet-20", "forward"),
+    ("MLP 2×50, 10,000 inputs", "reverse", 100),
+    ("MLP 2×50, 10,000 inputs", "reverse", 10_000),
+    ("transformer encoder", "reverse", 64),
+    ("transformer encoder", "forward", 64),
+    ("ResNet-20", "forward", 24),
 )
 
 
 def compiled(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     """Seconds per input of the features in one mode, as they are and compiled."""
     la, x, V = _network(args, p["network"])
+    x = x[: p["inputs"]]
     plain = _linearizer(la, feature_mode=p["mode"])
     faster = _linearizer(la, feature_mode=p["mode"], compile=True)
     row = {"plain": best_seconds(lambda: _features(plain, x, V)) / len(x)}
@@ -482,6 +530,16 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+def plain_cnn() -> nn.Module:
+    """About as many parameters as ResNet-20, without normalisations."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for n_in, n_out in ((3, 32), (32, 64), (64, 128), (128, 128)):
+        layers += [nn.Conv2d(n_in, n_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Flatten(), nn.Linear(512, 10)]
+    return nn.Sequential(*layers).eval()
+
+
 def method(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     """Fit on N images, and predict some by the probit link."""
     settings = {"subset_of_weights": "all", "hessian_structure": "kron"}
@@ -489,6 +547,7 @@ def method(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     if "nystrom" in settings.values():
         settings |= {"subsample_size": p["M"], "n_eigenvalues": p["K"]}
     model, x, y = resnet20(args, max(p["N"], p["images"]))
+    model = plain_cnn() if p.get("plain") else model
     la = Laplace(model, "classification", prior_precision=5.0, **settings)
     seconds = once(lambda: la.fit(loader(x[: p["N"]], y[: p["N"]], 8)))
     kind = "gp" if settings["hessian_structure"] == "gp" else "glm"
@@ -504,23 +563,20 @@ def method(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
 def batch_size(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     """Seconds per image of predictions by batches of one size; forward passes have
     the same."""
-    model, x, y = resnet20(args, max(p["images"], p["M"]))
-    la = ours(model, p["M"], p["K"])
-    la.fit(loader(x[: p["M"]], y[: p["M"]], 16))
-    parts = x[: p["images"]].split(p["batch"])
+    n_batches = math.ceil(p["images"] / p["batch"])
+    model, x, y = resnet20(args, max(n_batches * p["batch"], p["M"]))
+    la = SIDES[p["side"]](model, p["M"], p["K"])
+    la.fit(loader(x[: p["M"]], y[: p["M"]], 8))
+    kind = "glm" if p["side"] == "ours" else "gp"
+    parts = x[: n_batches * p["batch"]].split(p["batch"])
 
     def predictions() -> None:
         for part in parts:
-            la(part, link_approx="probit")
-
-    def outputs() -> None:
-        with torch.no_grad():
-            for part in parts:
-                model(part)
+            la(part, pred_type=kind, link_approx="probit")
 
     return {
-        "seconds": best_seconds(predictions, 1) / p["images"],
-        "forward": best_seconds(outputs) / p["images"],
+        "seconds": best_seconds(predictions, 2) / (n_batches * p["batch"]),
+        "forward": forward_seconds(model, parts[0]),
     }
 
 
