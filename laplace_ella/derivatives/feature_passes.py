@@ -137,17 +137,17 @@ class FeaturePasses:
         batch: Batch,
         directions: torch.Tensor,
     ) -> bool:
-        """Whether an example's features are the same without folding."""
-        few = directions[:FEW_DIRECTIONS]
+        """Whether one example's features are the same without folding."""
+        one, few = batch.take(slice(0, 1)).detach(), directions[:FEW_DIRECTIONS]
+
+        def features(passes: FeaturePasses) -> tuple[torch.Tensor, torch.Tensor]:
+            return replace(passes, folded=None).run(mode, together, one, few)
+
         # Folded whatever it costs: what is compared is to be used for larger batches.
-        folded = replace(self, fn=self.folded or self.fn, folded=None)
-        plain = replace(self, folded=None)
-        return agrees(
-            self.fn,
-            batch,
-            lambda one: folded.run(mode, together, one, few),
-            lambda one: plain.run(mode, together, one, few),
-        )
+        def folded(passes: FeaturePasses) -> tuple[torch.Tensor, torch.Tensor]:
+            return features(replace(passes, fn=passes.folded or passes.fn))
+
+        return agrees(self, folded, features)
 
     def folds(self, mode: FeatureMode, together: bool) -> bool:
         """Whether normalisations may be folded: compilers fuse them by themselves."""

@@ -13,7 +13,7 @@ every channel, for each of K tangents or C outputs.
 Which layers can be folded is seen in a forward pass, not guessed from the modules: the
 output of the convolution goes into the normalisation and nowhere else. Every later pass
 checks the same of what it does, and before features or gradients are used for the first
-time those of an example are compared with the model's as it is: a mode cannot see
+time one example's are compared with those of the model as it is: a mode cannot see
 everything.
 
 Index legend: K directions, P parameters.
@@ -413,7 +413,7 @@ class FoldedFunction(ModelFunction):
 
     def __init__(self, fn: ModelFunction, folds: Sequence[Fold]) -> None:
         super().__init__(fn.model, fn.names, fn.asked_dtype)
-        self._unfolded = fn
+        self.unfolded = fn
         chosen = set(fn.names)
         self.folds = tuple(
             fold
@@ -429,13 +429,18 @@ class FoldedFunction(ModelFunction):
             if name != fold.weight
         }
 
+    def in_dtype(self, dtype: torch.dtype) -> FoldedFunction:
+        """The same, computed in another precision."""
+        fn = ModelFunction(self.model, self.names, dtype)
+        return FoldedFunction(fn, self.folds)
+
     def parameters(self) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            return self._fold(self._unfolded.parameters())
+            return self._fold(self.unfolded.parameters())
 
     def shapes(self) -> list[torch.Size]:
         shapes = []
-        for name, shape in zip(self.names, self._unfolded.shapes(), strict=True):
+        for name, shape in zip(self.names, self.unfolded.shapes(), strict=True):
             if name in self._by_weight:
                 shapes += [shape, shape[:1]]
             elif name not in self._absorbed:
@@ -445,13 +450,13 @@ class FoldedFunction(ModelFunction):
     def push(self, directions: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Directions `(K, P)` of the model's own parameters as those of the folded
         ones, `(K, *shape)` each."""
-        pieces = self._unfolded.split(directions)
+        pieces = self.unfolded.split(directions)
         tangents = dict(zip(self.names, pieces, strict=True))
         tensors = self._tensors()
         return self._in_order(tangents, lambda fold: fold.push(tensors, tangents))
 
     def pull(self, gradients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        rows = dict(zip(self.names, self._unfolded.split(out), strict=True))
+        rows = dict(zip(self.names, self.unfolded.split(out), strict=True))
         remaining, tensors = iter(gradients), self._tensors()
         for name in self.names:
             if name in self._by_weight:
@@ -489,7 +494,7 @@ class FoldedFunction(ModelFunction):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the model, by name."""
-        own = zip(self.names, self._unfolded.parameters(), strict=True)
+        own = zip(self.names, self.unfolded.parameters(), strict=True)
         return {**self.constants(), **dict(own)}
 
     def _in_order(

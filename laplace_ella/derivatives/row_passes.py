@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,9 +34,6 @@ __all__ = ["Room", "RowPasses", "agrees", "no_room", "vmap_or_loop"]
 #: level with 64 channels of 8×8 (0.4), slower by a seventh on ResNet-18 (0.1). One
 #: backward pass after the other is never faster.
 WORTH_FOLDING = 0.5
-
-#: Examples for which folded derivatives are compared with others, at most.
-FEW_EXAMPLES = 4
 
 #: Memory `(n, P)` for the next n rows; None where the receiver has none.
 Room = Callable[[int], torch.Tensor | None]
@@ -134,18 +132,17 @@ class RowPasses:
         )
 
     def agree(self, mode: RowMode, batch: Batch, n_outputs: int) -> bool:
-        """Whether an example's gradient of all outputs together is the same without
+        """Whether one example's gradient of all outputs together is the same without
         folding."""
         device = self.fn.device
-        only = torch.zeros(1, dtype=torch.long, device=device)
+        first = torch.zeros(1, dtype=torch.long, device=device)
         slope = torch.linspace(1, 2, n_outputs, device=device).unsqueeze(0)
-        plain = replace(self, folded=None)
 
-        def row(passes: RowPasses, one: Batch) -> tuple[torch.Tensor]:
-            out = empty_rows(self.fn, 1)
-            return (passes.run(mode, one, only, slope, out),)
+        def row(passes: RowPasses) -> tuple[torch.Tensor]:
+            out = empty_rows(passes.fn, 1)
+            return (passes.run(mode, batch, first, slope, out),)
 
-        return agrees(self.fn, batch, partial(row, self), partial(row, plain))
+        return agrees(self, row, lambda passes: row(replace(passes, folded=None)))
 
 
 def vmap_or_loop(
@@ -163,29 +160,41 @@ def vmap_or_loop(
 
 
 def agrees(
-    fn: ModelFunction,
-    batch: Batch,
-    folded: Callable[[Batch], tuple[torch.Tensor, ...]],
-    plain: Callable[[Batch], tuple[torch.Tensor, ...]],
+    passes: Any,
+    folded: Callable[[Any], tuple[torch.Tensor, ...]],
+    plain: Callable[[Any], tuple[torch.Tensor, ...]],
 ) -> bool:
-    """Whether both give the same numbers for an example, up to rounding.
+    """Whether both give the same numbers, up to rounding, of passes (of rows or of
+    features) through a model that may be folded.
 
-    Rounding decides on which side of its kink a unit is that lies on it: two plain ways
-    then differ as much. So it is one of a few examples for which they must agree.
+    Rounding decides about a unit that lies on the kink of its activation, and two plain
+    ways may differ by it, too. In double precision it does not.
     """
-    tolerance = torch.finfo(fn.dtype).eps ** 0.5
-    for i in range(min(FEW_EXAMPLES, batch.size)):
-        one = batch.take(slice(i, i + 1)).detach()
-        with torch.no_grad():
-            try:
-                ours, theirs = folded(one), plain(one)
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except Exception:  # only one of them works: then it is not the same
-                return False
-        if not fn.has_values or all(
-            float((a - b).abs().max()) <= tolerance * float(b.abs().max())
-            for a, b in zip(ours, theirs, strict=True)
-        ):
-            return True
-    return False
+    if _agrees(passes, folded, plain):
+        return True
+    if passes.fn.dtype is torch.float64:
+        return False
+    double = passes.folded.in_dtype(torch.float64)
+    precise = replace(passes, fn=double.unfolded, folded=double)
+    return _agrees(precise, folded, plain)
+
+
+def _agrees(
+    passes: Any,
+    folded: Callable[[Any], tuple[torch.Tensor, ...]],
+    plain: Callable[[Any], tuple[torch.Tensor, ...]],
+) -> bool:
+    with torch.no_grad():
+        try:
+            ours, theirs = folded(passes), plain(passes)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception:  # only one of them works: then it is not the same
+            return False
+    if not passes.fn.has_values:
+        return True
+    tolerance = torch.finfo(passes.fn.dtype).eps ** 0.5
+    return all(
+        float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+        for a, b in zip(ours, theirs, strict=True)
+    )
