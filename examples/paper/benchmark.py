@@ -204,7 +204,7 @@ def against_theirs(args: Namespace, get: Callable, small: bool) -> str:
         )
 
     M = 16 if small else 512
-    their_M = 8 if small else 64
+    their_M = 8 if small else 16
     row_t, row_o = both(
         "row", "basis_row", {"M": their_M, "batch": 8}, {"M": M, "batch": 64}
     )
@@ -381,11 +381,10 @@ def large_models(args: Namespace, get: Callable, small: bool) -> str:
 
 
 def growth_table(args: Namespace, get: Callable, small: bool) -> str:
-    base = {"M": 2048, "K": 16, "C": 10, "P": 250_000, "N": 2048}
+    base = {"M": 512, "K": 16, "C": 10, "P": 250_000, "N": 1024}
     if small:
         base |= {"M": 16, "K": 4, "P": 2_500, "N": 32}
-    n = 1 if small else PROCESSES
-    first = get("growth base", "growth", n, **base)
+    first = get("growth base", "growth", **base)
     lines = [
         "## Growth: each size doubled from a base case (fully connected, "
         + ", ".join(f"{k}={v:,}" for k, v in base.items())
@@ -401,7 +400,7 @@ def growth_table(args: Namespace, get: Callable, small: bool) -> str:
         f"{first['mode']} |",
     ]
     for name in base:
-        row = get(f"growth {name}", "growth", n, **(base | {name: 2 * base[name]}))
+        row = get(f"growth {name}", "growth", **(base | {name: 2 * base[name]}))
         more = row["peak_gb"] - first["peak_gb"]
         cells = [name, *(ratio(row, first, k) for k in ("seconds", *MODES))]
         lines.append(f"| {' | '.join(cells)} | {more:+.2f} GB | {row['mode']} |")

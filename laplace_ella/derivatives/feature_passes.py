@@ -307,7 +307,9 @@ class FeaturePasses:
         asked, mode = self.options.row_mode, FeatureMode.REVERSE
         trials: Trials = {}
         if asked is not RowMode.LOOP:
-            trials[mode, True] = self._try(mode, True, batch, directions)
+            together = trials[mode, True] = self._try(mode, True, batch, directions)
+            if self._compiles(mode, True) and together.error is None:
+                return trials  # as it was asked for
         if asked is not RowMode.VMAP:
             one_by_one = self._try(mode, False, batch, directions)
             trials[mode, False] = one_by_one.handicapped()
@@ -355,10 +357,14 @@ class FeaturePasses:
             n = min(n, 2)  # a loop takes as long per example on a few
         many = repeated(batch, n, self.fn.device)
         compute = self._function(mode, together, block, batch.size, create_graph=False)
+
+        def run(m: int) -> object:
+            return compute(many.take(slice(0, m)))
+
         with kept_memory(self.heap_bytes(mode, together, n, len(block))):
-            trial = attempt(
-                lambda m: compute(many.take(slice(0, m))), n, measure=self.fn.has_values
-            )
+            if self._compiles(mode, together):
+                attempt(run, 1, measure=False)  # compiling does not count
+            trial = attempt(run, n, measure=self.fn.has_values)
         return trial.times(len(directions) / len(block))
 
     def _costs(self, batch: Batch, rank: int) -> dict[FeatureMode, float]:
