@@ -356,13 +356,17 @@ def test_attributes_that_a_forward_pass_writes(mode):
     copy.deepcopy(la)
 
 
-@pytest.mark.parametrize("make", [torch.jit.script, torch.jit.trace])
-def test_scripted_submodules_with_buffers(make):
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_scripted_submodules_with_buffers(how):
     """They work, and their buffers are as before."""
     torch.manual_seed(0)
     part = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
-    arguments = (torch.randn(2, 3),) if make is torch.jit.trace else ()
-    model = nn.Sequential(make(part, *arguments), nn.Tanh(), nn.Linear(4, 2)).eval()
+    scripted = (
+        torch.jit.script(part)
+        if how == "script"
+        else torch.jit.trace(part, torch.randn(2, 3))
+    )
+    model = nn.Sequential(scripted, nn.Tanh(), nn.Linear(4, 2)).eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     x, y = torch.randn(9, 3), torch.randint(2, (9,))
     case = Case(model, "classification", x, y, x[:4])
