@@ -1,7 +1,9 @@
 """Derivatives on their own: rows, Jacobians, features and kernels of any inputs."""
 
 import pickle
+import weakref
 from collections import UserDict, namedtuple
+from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_ella.derivatives import (
     feature_passes,
+    features,
     jacobian_passes,
     row_passes,
     sizes,
@@ -20,6 +23,7 @@ from laplace_ella.derivatives.features import (
     by_forward,
     by_forward_loop,
     by_reverse,
+    by_reverse_forgetting,
 )
 from laplace_ella.derivatives.folding import FoldedFunction
 from laplace_ella.derivatives.jacobian_passes import JacobianPasses
@@ -468,6 +472,98 @@ def test_sizes_follow_the_network():
     assert little.outputs_at_once(10) == 10
 
 
+def test_passes_without_room_for_gradients():
+    """Nobody waits for room that only whole gradients would need."""
+    resnet20 = PassSizes(269_722, 4, Activations(2**16, 3 * 2**20))
+    resnet18 = PassSizes(11 * 10**6, 4, Activations(2**20, 2**25))
+    assert not resnet20.lacks_room(10)
+    assert resnet18.lacks_room(10)
+    # Activations of one example that are too many are so for each of its outputs.
+    vit = PassSizes(2_400_000, 4, Activations(2**21, 2**28))
+    assert vit.outputs_at_once(10) == 10
+    assert replace(vit, budget=2**30).outputs_at_once(10) == 1
+
+
+class Odd(nn.Module):
+    """A weight that is used twice, one that is not used, a normalised layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3)
+        self.unused, self.twice = nn.Linear(4, 5), nn.Linear(12, 12)
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.norm(self.conv(x))).flatten(1)
+        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(h)))))
+
+
+@pytest.mark.parametrize("large", [1, 30, 10**9])
+@pytest.mark.parametrize("folds", [False, True])
+def test_gradients_that_are_forgotten(large, folds, monkeypatch):
+    """Features without whole gradients: those of large parameters, of all, of none."""
+    monkeypatch.setattr(features, "LARGE_PARAMETER", large)
+    torch.manual_seed(0)
+    model = Odd().eval().double()
+    model.norm.running_mean.normal_()
+    x = torch.randn(3, 1, 4, 4).double()
+    fn, V = function(model), directions(model, 4)
+    J = dense.jacobians(model, x)[1]
+    if folds:
+        fn = FoldedFunction(fn, linearize(model).probe(x).folds)
+        assert fn.folds
+    batch, some = Batch.of(x, "input_ids"), torch.eye(3).double()[1:]
+    f, phi = by_reverse_forgetting(fn, batch, fn.push(V), lambda f: some)
+    assert_close(f, model(x))
+    assert_close(phi, (J @ V.T)[:, 1:])
+
+
+def test_features_without_whole_gradients_have_derivatives(monkeypatch):
+    monkeypatch.setattr(features, "LARGE_PARAMETER", 1)
+    torch.manual_seed(0)
+    model = Odd().eval().double()
+    x, V = torch.randn(2, 1, 4, 4).double().requires_grad_(), directions(model, 3)
+    derivatives = []
+    for budget in (None, 2**10):  # with room and without
+        linearizer = linearize(
+            model, feature_mode="reverse", row_mode="vmap", memory_budget=budget
+        )
+        phi = linearizer.features(x, V, create_graph=True).phi
+        derivatives.append(torch.autograd.grad(phi.square().sum(), x)[0])
+    assert_close(*derivatives)
+
+
+class Alive(TorchDispatchMode):
+    """How many results of some size are there at once."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.results, self.most = numel, weakref.WeakSet(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            if result.numel() == self.numel:
+                self.results.add(result)
+            self.most = max(self.most, len(self.results))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("way", "least", "most"), [(by_reverse, 12, 24), (by_reverse_forgetting, 1, 3)]
+)
+def test_gradients_of_one_parameter_at_a_time(way, least, most):
+    """The memory of all gradients of a deep network is never taken."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)]
+    model = nn.Sequential(*layers).eval()
+    fn, V = function(model), directions(model, 3)
+    batch, few = Batch.of(torch.randn(4, 64), "input_ids"), torch.eye(64)[:5]
+    with torch.no_grad(), Alive(4 * 5 * 64 * 64) as alive:
+        way(fn, batch, fn.push(V), lambda f: few)
+    assert least <= alive.most <= most
+
+
 class Convolutions(TorchDispatchMode):
     """Results of convolutions and of their derivatives, as they are in memory."""
 
@@ -500,6 +596,7 @@ def test_channels_last_inside():
         lambda: by_reverse(fn, batch, fn.push(V), units),
         lambda: by_forward(folded, x, folded.push(V)),
         lambda: by_reverse(folded, batch, folded.push(V), units),
+        lambda: by_reverse_forgetting(folded, batch, folded.push(V), units),
     ):
         with torch.no_grad(), Convolutions() as convolutions:
             way()

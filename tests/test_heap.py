@@ -10,7 +10,7 @@ import torch
 
 from laplace_ella.derivatives.sizes import Activations, PassSizes
 from laplace_ella.support import heap
-from laplace_ella.support.heap import kept_memory, large_tensor
+from laplace_ella.support.heap import kept_memory, large_tensor, watched_passes
 
 MB = 2**20
 CPU = torch.device("cpu")
@@ -125,6 +125,42 @@ def test_without_room_all_goes_on(monkeypatch):
         assert heap._active == []
 
 
+@pytest.fixture
+def system(monkeypatch):
+    """Bytes that the process has got from the system, and nothing lost as yet."""
+    taken = [1]
+    monkeypatch.setattr(heap, "_bytes_from_system", lambda: taken[0])
+    monkeypatch.setattr(heap, "_lost", [])
+    return taken
+
+
+@needs_glibc
+def test_passes_that_lose_their_memory_keep_it(reserved, system):
+    def run(lost, n_bytes=128 * MB):
+        """Passes that lose so many MB each."""
+        for mb in watched_passes(lost, n_bytes):
+            system[0] += mb * MB
+
+    run([99, 0, 99, 0, 1, 1])  # a first use is none, nor is what others leave
+    assert reserved == []
+    run([99, 99, 99, 99])
+    assert reserved == [128]
+    run([0])  # it is known from now on
+    assert reserved == [128, 128]
+    run([0], heap.LEAST - 1)
+    assert reserved == [128, 128]
+    assert heap._active == []
+
+
+@needs_glibc
+def test_passes_are_not_watched_where_memory_is_kept(reserved, system):
+    with kept_memory(256 * MB):
+        for _ in watched_passes(range(9), 128 * MB):
+            system[0] += 99 * MB
+    assert heap._lost == []
+    assert reserved == [256]
+
+
 @pytest.mark.parametrize("shape", [(3, 5), (0, 7), (7, 0), (41, 2**18)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_large_tensors_are_like_others(shape, dtype):
@@ -140,10 +176,10 @@ def test_large_tensors_of_other_devices():
 
 
 def test_what_passes_keep():
-    """Passes with large results, or many of them, are worth it; on a CPU only."""
+    """Passes with large results are worth it; on a CPU only."""
     resnet = PassSizes(269_722, 4, Activations(2**16, 3 * 2**20))
     efficientnet = PassSizes(4_652_008, 4, Activations(4_903_296, 10**8))
-    assert resnet.row_heap(4, 10) == 0
+    assert resnet.row_heap(1, 10) < resnet.row_heap(4, 10) == resnet.row_heap(99, 10)
     assert 0 < resnet.row_heap(128) <= resnet.heap_limit
     assert resnet.tangent_heap(1, 20) == 0
     assert efficientnet.tangent_heap(1, 10) > heap.LEAST

@@ -28,6 +28,7 @@ from common.benchmark_tasks import (
     NETWORKS,
     OPTIONS,
     TASKS,
+    TOP,
     peak_bytes,
 )
 from common.runs import Results, arguments, environment, start
@@ -599,11 +600,35 @@ def compiled_passes(args: Namespace, get: Callable, small: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
+def top_outputs(args: Namespace, get: Callable, small: bool) -> str:
+    lines = [
+        "## The largest outputs only (`top_outputs=m`), of networks with 1,000",
+        "",
+        "In forward passes, as above. A gradient is multiplied by the directions as "
+        "soon as it is there, parameter by parameter; whole gradients leave room for "
+        "one or two outputs in a pass.",
+        "",
+        "| network | m | derivatives | a prediction | by whole gradients | ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    for network, numbers in {} if small else TOP.items():
+        for m in numbers:
+            p = {"network": network, "outputs": m, "limit_gb": 20}
+            row = get(f"top {network} {m}", "top", **p)
+            cells = [network, str(m), str(2 * m + 1), passes(row), passes(row, "whole")]
+            cells.append(
+                "–" if "failed" in row else f"{row['whole'] / row['seconds']:.1f}×"
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 SECTIONS = {
     "theirs": against_theirs,
     "methods": other_methods,
     "passes": where_passes_go,
     "batch": batch_sizes,
+    "top": top_outputs,
     "compiled": compiled_passes,
     "growth": growth_table,
     "options": options_table,

@@ -21,6 +21,7 @@ from laplace_ella.derivatives.features import (
     by_forward,
     by_forward_loop,
     by_reverse,
+    by_reverse_forgetting,
     by_reverse_loop,
 )
 from laplace_ella.derivatives.folding import FoldedFunction
@@ -39,7 +40,7 @@ from laplace_ella.derivatives.trials import (
 )
 from laplace_ella.errors import CompileWarning, warn_caller
 from laplace_ella.support.batches import Batch, chunks
-from laplace_ella.support.heap import kept_memory
+from laplace_ella.support.heap import kept_memory, watched_passes
 from laplace_ella.support.preserve import differentiable_kernels
 
 __all__ = ["FeaturePasses", "Way"]
@@ -107,15 +108,15 @@ class FeaturePasses:
         mode features of the selected outputs only."""
         f, columns = None, []
         n_bytes = self.heap_bytes(mode, together, batch.size, len(directions))
+        to_watch = self._rows_heap(mode, together, batch.size)
         with kept_memory(n_bytes), differentiable_kernels():
             for block in self._blocks(mode, directions):
                 at_once = self._examples_at_once(mode, together, len(block))
                 compute = self._function(
                     mode, together, block, batch.size, create_graph
                 )
-                parts = [
-                    compute(batch.take(part)) for part in chunks(batch.size, at_once)
-                ]
+                passes = watched_passes(chunks(batch.size, at_once), to_watch)
+                parts = [compute(batch.take(part)) for part in passes]
                 f, phi = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
                 columns.append(phi)
         assert f is not None  # there is at least one direction
@@ -129,6 +130,24 @@ class FeaturePasses:
             return 0
         n_tangents = min(n_directions, self.sizes.tangents_at_once)
         return self.sizes.tangent_heap(n_examples, n_tangents)
+
+    def _rows_heap(self, mode: FeatureMode, together: bool, n_examples: int) -> int:
+        """Bytes that are worth keeping if they are lost otherwise."""
+        if mode is not FeatureMode.REVERSE or not together:
+            return 0
+        return self._row_sizes(together).row_heap(n_examples, self.selection.size)
+
+    def _forgets(self, together: bool) -> bool:
+        """Whether gradients of a parameter are forgotten before those of the next are
+        there: where whole rows would take too much memory. Hooks cost a little."""
+        plain = together and not self._compiles(FeatureMode.REVERSE, together)
+        return plain and self.sizes.lacks_room(self.selection.size)
+
+    def _row_sizes(self, together: bool) -> PassSizes:
+        """Of reverse-mode passes."""
+        if not self._forgets(together):
+            return self.sizes
+        return replace(self.sizes, n_params=max(self.fn.numels()))
 
     def agree(
         self,
@@ -194,7 +213,7 @@ class FeaturePasses:
         self, mode: FeatureMode, together: bool, n_directions: int
     ) -> int:
         if mode is FeatureMode.REVERSE:
-            return self.sizes.rows_at_once(self.selection.size)
+            return self._row_sizes(together).rows_at_once(self.selection.size)
         together = together and mode is FeatureMode.FORWARD
         return self.sizes.examples_at_once(n_directions if together else 1)
 
@@ -221,9 +240,9 @@ class FeaturePasses:
         def reverse(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
             batch = fn.ordered(batch)
             order = torch.arange(selection.size, device=self.fn.device)
+            at_once = self._row_sizes(together).outputs_at_once(selection.size)
             blocks = [
-                selection.cotangents(numbers, dtype)
-                for numbers in order.split(self.sizes.outputs_at_once(selection.size))
+                selection.cotangents(numbers, dtype) for numbers in order.split(at_once)
             ]
             if together:
                 way = self._maybe_compiled(mode)
@@ -250,7 +269,8 @@ class FeaturePasses:
         """All tangents or outputs together, compiled at first use if asked for."""
         way = COMPILED[mode]
         if not self._compiles(mode, True):
-            return way
+            reverse = mode is FeatureMode.REVERSE
+            return by_reverse_forgetting if reverse and self._forgets(True) else way
         if way not in self.compiled:
             asked = self.options.compile
             settings = asked if isinstance(asked, dict) else {}

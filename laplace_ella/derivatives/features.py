@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch.func import jvp, vmap
+import torch.nn.functional as F
+from torch.func import jvp, vjp, vmap
 
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.rows import jacobian_by_loop, map_jacobians
@@ -33,8 +34,12 @@ __all__ = [
     "by_forward",
     "by_forward_loop",
     "by_reverse",
+    "by_reverse_forgetting",
     "by_reverse_loop",
 ]
+
+#: Numbers of a parameter whose gradients are worth a product of their own.
+LARGE_PARAMETER = 1024
 
 
 class FeatureMode(str, Enum):
@@ -183,6 +188,49 @@ def by_reverse(
     return map_jacobians(fn, batch, cotangents, project)
 
 
+def by_reverse_forgetting(
+    fn: ModelFunction, batch: Batch, tangents: Tangents, cotangents: Cotangents
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with less memory: the gradients of a large parameter are multiplied as
+    soon as they are there, and forgotten. All of them take o·P numbers per example.
+    """
+    params, dtype = fn.parameters(), fn.dtype
+    pieces = [t.flatten(1).to(dtype) for t in tangents]
+
+    def flat(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.flatten().to(dtype)
+
+    def single(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        one = batch.with_leaves([v.unsqueeze(0) for v in leaves], 1).inputs
+        products: dict[int, torch.Tensor] = {}  # by the number of the parameter
+
+        def multiply(number: int, gradient: torch.Tensor) -> torch.Tensor:
+            products[number] = _products([flat(gradient)], [pieces[number]])
+            return gradient.new_zeros(()).expand(gradient.shape)  # takes no memory
+
+        def outputs(params: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            for number, p in enumerate(params):
+                if p.numel() >= LARGE_PARAMETER:
+                    p.register_hook(partial(multiply, number))
+            return fn(params, one).flatten()
+
+        f, pull = vjp(outputs, params)[:2]
+
+        def row(cotangent: torch.Tensor) -> torch.Tensor:
+            products.clear()
+            (grads,) = pull(cotangent)
+            rest = [i for i in range(len(params)) if i not in products]
+            if rest:  # the small ones
+                products[rest[0]] = _products(
+                    [flat(grads[i]) for i in rest], [pieces[i] for i in rest]
+                )
+            return reduce(torch.add, products.values())
+
+        return f.to(dtype), vmap(row)(cotangents(f).to(f))
+
+    return vmap(single, randomness="same")(list(batch.leaves))
+
+
 def by_reverse_loop(
     fn: ModelFunction,
     batch: Batch,
@@ -201,7 +249,7 @@ def _products(
 ) -> torch.Tensor:
     """Σ_l g_l v_lᵀ of gradients `(..., p_l)` and parts of the directions `(K, p_l)`."""
     with full_precision(pieces[0].device):
-        products = (g @ v.T for g, v in zip(grads, pieces, strict=True))
+        products = (F.linear(g, v) for g, v in zip(grads, pieces, strict=True))
         return reduce(torch.add, products)
 
 

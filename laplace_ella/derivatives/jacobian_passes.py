@@ -17,7 +17,7 @@ from laplace_ella.derivatives.selection import Selection
 from laplace_ella.derivatives.sizes import PassSizes
 from laplace_ella.derivatives.trials import FEWEST_EXAMPLES, Trial, attempt, repeated
 from laplace_ella.support.batches import Batch, chunks
-from laplace_ella.support.heap import kept_memory
+from laplace_ella.support.heap import watched_passes
 from laplace_ella.support.preserve import differentiable_kernels
 
 __all__ = ["JacobianPasses"]
@@ -53,9 +53,9 @@ class JacobianPasses:
     def example_parts(self, batch: Batch) -> Iterator[Batch]:
         """Examples whose Jacobians are taken in one pass."""
         sizes, n_outputs = self.sizes, self.selection.size
-        with kept_memory(sizes.row_heap(batch.size, n_outputs)):
-            for part in chunks(batch.size, sizes.rows_at_once(n_outputs)):
-                yield batch.take(part)
+        parts = chunks(batch.size, sizes.rows_at_once(n_outputs))
+        for part in watched_passes(parts, sizes.row_heap(batch.size, n_outputs)):
+            yield batch.take(part)
 
     def run(
         self, mode: RowMode, batch: Batch, numbers: torch.Tensor, create_graph: bool

@@ -292,17 +292,16 @@ class Linearizer:
         batch, done = self.fn.ordered(self._batch(x)).detach(), 0
         sizes = self.sizes(self._probe(batch))
         at_once = min(sizes.rows_at_once(), at_most or len(examples))
-        with kept_memory(sizes.row_heap(len(examples))):
-            while done < len(examples):
-                rest = examples[done:], cotangents[done:]
-                try:
-                    passes = self._row_passes(batch)
-                    mode = self._row_mode(passes, batch, *rest, at_once)
-                    for rows in passes.chunks(mode, batch, *rest, at_once, room):
-                        done += len(rows)
-                        yield rows
-                except FoldingError as error:
-                    self._unfold(batch, error)
+        while done < len(examples):
+            rest = examples[done:], cotangents[done:]
+            try:
+                passes = self._row_passes(batch)
+                mode = self._row_mode(passes, batch, *rest, at_once)
+                for rows in passes.chunks(mode, batch, *rest, at_once, room):
+                    done += len(rows)
+                    yield rows
+            except FoldingError as error:
+                self._unfold(batch, error)
 
     def _row_passes(self, batch: Batch) -> RowPasses:
         probe = self._probe(batch)

@@ -24,6 +24,7 @@ from laplace_ella.derivatives.rows import (
 from laplace_ella.derivatives.sizes import PassSizes
 from laplace_ella.derivatives.trials import FEWEST_EXAMPLES, Trial, attempt, winner
 from laplace_ella.support.batches import Batch, chunks
+from laplace_ella.support.heap import watched_passes
 from laplace_ella.support.preserve import differentiable_kernels
 
 __all__ = ["Room", "RowPasses", "agrees", "no_room", "vmap_or_loop"]
@@ -97,7 +98,8 @@ class RowPasses:
         """The same, some rows at a time. Those for which there is no room are there
         only until the next ones are asked for."""
         own = None
-        for part in chunks(len(examples), at_once):
+        parts = chunks(len(examples), at_once)
+        for part in watched_passes(parts, self.sizes.row_heap(len(examples))):
             n = part.stop - part.start
             out = room(n)
             if out is None:

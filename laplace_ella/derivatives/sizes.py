@@ -52,10 +52,6 @@ LIVE_RESULTS = 4
 #: How much of the heap is kept for a pass, by what it is expected to take.
 SPARE = 2
 
-#: Passes that are not worth it. ResNet-20 takes half as long again for two images if
-#: its memory goes back to the system after each call, and as long for 24.
-FEW_PASSES = 4
-
 #: Bytes of results that glibc does not keep at the top of its heap, two of them.
 LARGE_RESULT = 2**24
 
@@ -146,14 +142,23 @@ class PassSizes:
             1, min(max(ENOUGH_GRADIENTS // rows_per_example, by_cache), by_memory)
         )
 
+    def lacks_room(self, rows_per_example: int) -> bool:
+        """Whether whole gradients allow for smaller passes only than would be fast."""
+        at_once = self.pass_limit // max(1, self.row_bytes(rows_per_example))
+        return at_once * rows_per_example < ENOUGH_GRADIENTS
+
     def outputs_at_once(self, n_outputs: int) -> int:
         """How many of one example's rows fit into one reverse-mode pass.
 
-        Each has a gradient, a cotangent and its way back through the layers.
+        Each has a gradient, a cotangent and its way back through the layers. Without a
+        limit they may take as much as the activations, which every pass computes anew.
         """
         numbers = self.n_params + n_outputs
         row = 2 * (numbers * self.itemsize + self.activations.largest)
-        free = self.pass_limit - 2 * self.activations.total
+        saved = 2 * self.activations.total
+        free = self.pass_limit - saved
+        if self.budget is None:
+            free = max(free, saved)
         return max(1, min(n_outputs, free // max(1, row)))
 
     # Forward mode
@@ -206,11 +211,8 @@ class PassSizes:
     # Memory to keep from pass to pass, see `kept_memory`
 
     def row_heap(self, n_examples: int, rows_per_example: int = 1) -> int:
-        """Bytes for reverse-mode passes over so many examples: none for a few passes,
-        after which the system has to get them back."""
-        at_once = self.rows_at_once(rows_per_example)
-        if n_examples <= FEW_PASSES * at_once:
-            return 0
+        """Bytes for reverse-mode passes over so many examples."""
+        at_once = min(n_examples, self.rows_at_once(rows_per_example))
         expected = at_once * self.row_bytes(rows_per_example)
         return min(SPARE * expected, self.heap_limit)
 

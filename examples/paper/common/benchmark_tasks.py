@@ -28,6 +28,7 @@ from common.runs import best_seconds, forward_seconds
 from laplace_ella.derivatives.features import FeatureMode
 from laplace_ella.derivatives.folding import FoldFinder
 from laplace_ella.derivatives.linearizer import Linearizer
+from laplace_ella.derivatives.sizes import PassSizes
 from laplace_ella.posterior.davidson import leading_eigenpairs
 from laplace_ella.posterior.products import gram
 from laplace_ella.support import heap
@@ -38,6 +39,7 @@ __all__ = [
     "NETWORKS",
     "OPTIONS",
     "TASKS",
+    "TOP",
     "forget_peak",
     "peak_bytes",
 ]
@@ -499,6 +501,21 @@ def compiled(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
     return {**row, "forward": forward_seconds(la.model, x)}
 
 
+#: Networks whose largest outputs are predicted, and how many of them.
+TOP = {"EfficientNet-Lite0": (3, 10), "ViT-B/16": (3, 10)}
+
+
+def top(args: Namespace, p: dict[str, Any]) -> dict[str, Any]:
+    """Seconds per input of predictions with the variance of some outputs; and by whole
+    gradients instead of one parameter's at a time."""
+    la, x, _ = _network(args, p["network"])
+    la.top_outputs = p["outputs"]
+    row = {"seconds": best_seconds(lambda: la(x), 2) / len(x)}
+    with patch.object(PassSizes, "lacks_room", return_value=False):
+        row["whole"] = best_seconds(lambda: la(x), 2) / len(x)
+    return {**row, "forward": forward_seconds(la.model, x)}
+
+
 def _shapes(event: Any) -> str:
     """Shapes of the first two arguments that are tensors."""
     shapes = [shape for shape in event.input_shapes if shape][:2]
@@ -595,6 +612,7 @@ TASKS: dict[str, Task] = {
         options,
         passes,
         compiled,
+        top,
         method,
         batch_size,
     )
