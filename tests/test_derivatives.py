@@ -473,11 +473,8 @@ def test_sizes_follow_the_network():
 
 
 def test_passes_without_room_for_gradients():
-    """Nobody waits for room that only whole gradients would need."""
-    resnet20 = PassSizes(269_722, 4, Activations(2**16, 3 * 2**20))
     resnet18 = PassSizes(11 * 10**6, 4, Activations(2**20, 2**25))
-    assert not resnet20.lacks_room(10)
-    assert resnet18.lacks_room(10)
+    assert resnet18.outputs_at_once(10) < 10
     # Activations of one example that are too many are so for each of its outputs.
     vit = PassSizes(2_400_000, 4, Activations(2**21, 2**28))
     assert vit.outputs_at_once(10) == 10

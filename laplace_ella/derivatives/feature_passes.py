@@ -139,9 +139,11 @@ class FeaturePasses:
 
     def _forgets(self, together: bool) -> bool:
         """Whether gradients of a parameter are forgotten before those of the next are
-        there: where whole rows would take too much memory. Hooks cost a little."""
+        there: where there is no room for whole ones of all outputs. Hooks cost a
+        little."""
         plain = together and not self._compiles(FeatureMode.REVERSE, together)
-        return plain and self.sizes.lacks_room(self.selection.size)
+        n_outputs = self.selection.size
+        return plain and self.sizes.outputs_at_once(n_outputs) < n_outputs
 
     def _row_sizes(self, together: bool) -> PassSizes:
         """Of reverse-mode passes."""

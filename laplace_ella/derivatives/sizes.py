@@ -142,11 +142,6 @@ class PassSizes:
             1, min(max(ENOUGH_GRADIENTS // rows_per_example, by_cache), by_memory)
         )
 
-    def lacks_room(self, rows_per_example: int) -> bool:
-        """Whether whole gradients allow for smaller passes only than would be fast."""
-        at_once = self.pass_limit // max(1, self.row_bytes(rows_per_example))
-        return at_once * rows_per_example < ENOUGH_GRADIENTS
-
     def outputs_at_once(self, n_outputs: int) -> int:
         """How many of one example's rows fit into one reverse-mode pass.
 
