@@ -620,6 +620,7 @@ def top_outputs(args: Namespace, get: Callable, small: bool) -> str:
                 "–" if "failed" in row else f"{row['whole'] / row['seconds']:.1f}×"
             )
             lines.append(f"| {' | '.join(cells)} |")
+    (args.out / "top_short.md").write_text("\n".join(lines[4:]) + "\n")
     return "\n".join(lines) + "\n"
 
 
