@@ -516,7 +516,15 @@ def test_gradients_that_are_forgotten(large, folds, monkeypatch):
 
 
 def test_features_without_whole_gradients_have_derivatives(monkeypatch):
+    """A budget without room for them; values as those of the dense reference."""
     monkeypatch.setattr(features, "LARGE_PARAMETER", 1)
+    calls = []
+
+    def forgetting(*args):
+        calls.append(args)
+        return by_reverse_forgetting(*args)
+
+    monkeypatch.setattr(feature_passes, "by_reverse_forgetting", forgetting)
     torch.manual_seed(0)
     model = Odd().eval().double()
     x, V = torch.randn(2, 1, 4, 4).double().requires_grad_(), directions(model, 3)
@@ -526,6 +534,8 @@ def test_features_without_whole_gradients_have_derivatives(monkeypatch):
             model, feature_mode="reverse", row_mode="vmap", memory_budget=budget
         )
         phi = linearizer.features(x, V, create_graph=True).phi
+        assert bool(calls) == (budget is not None)
+        assert_close(phi, dense.jacobians(model, x)[1] @ V.T)
         derivatives.append(torch.autograd.grad(phi.square().sum(), x)[0])
     assert_close(*derivatives)
 

@@ -300,6 +300,7 @@ def test_benchmark_tasks(paper, data_dir, tmp_path):
             "mode": "forward",
             "inputs": 2,
         },
+        "top": {"network": "transformer encoder", "outputs": 2},
         "method": {"method": "ours, last stage, `top_outputs=3`"},
         "batch_size": {"batch": 1},
     }.items():

@@ -34,7 +34,7 @@ from common.benchmark_tasks import (
 from common.runs import Results, arguments, environment, start
 
 #: What stands for the day of rows that do not have one.
-UNDATED = "2026-11-18, with an earlier version (peaks include reading the data)"
+UNDATED = "with an earlier version (peaks include reading the data)"
 
 #: Memory that one measurement may take: more counts as failed.
 LIMIT_GB = 8
