@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from laplace.utils import FeatureExtractor
 from laplace.utils.enums import Likelihood
 from torch import nn
-from torch.utils.data import DataLoader
 
-from laplace_ella.derivatives.features import FeatureMode
-from laplace_ella.derivatives.model_function import unwrap
-from laplace_ella.derivatives.rows import RowMode
+from laplace_ella.derivatives.model_function import ModelFunction, unwrap
 from laplace_ella.ella import ELLALaplace
-from laplace_ella.fitting.data import TrainingData, check_data
-from laplace_ella.fitting.fit import NO_BATCH
-from laplace_ella.fitting.memory import MemoryEstimate
-from laplace_ella.interface.joint import jointly
-from laplace_ella.posterior.outside import Complement, EvidenceOf
-from laplace_ella.support.layout import OutputLayout
+from laplace_ella.fitting.data import check_loader, loader_batches
+from laplace_ella.support.batches import batch_size, take
+
+if TYPE_CHECKING:
+    from laplace_ella.support.memory import MemoryEstimate
 
 __all__ = ["ELLALLLaplace"]
 
@@ -41,6 +36,8 @@ class ELLALLLaplace(ELLALaplace):
         reduction it does, is differentiated
     last_layer_name : str, optional
         name of the last layer; found by a forward pass at `fit` if None
+    **settings
+        the keyword arguments of `ELLALaplace`, but for `parameter_names`
 
     Examples
     --------
@@ -77,27 +74,7 @@ class ELLALLLaplace(ELLALaplace):
         last_layer_name: str | None = None,
         backend_kwargs: dict[str, Any] | None = None,
         asdl_fisher_kwargs: dict[str, Any] | None = None,
-        *,  # named one by one: wrappers of Laplace read the names off the signature
-        subsample_size: int = 2000,
-        n_eigenvalues: int | str | None = None,
-        seed: int = 1234,
-        balanced: bool = False,
-        complement: Complement | str | float | None = None,
-        evidence: EvidenceOf | str = EvidenceOf.WHOLE,
-        stochastic: bool | int = False,
-        output_layout: OutputLayout | str = OutputLayout.FLAT,
-        softmax_temperature: float = 1.0,
-        top_outputs: int | None = None,
-        multi_label: bool = False,
-        feature_mode: FeatureMode | str = FeatureMode.AUTO,
-        row_mode: RowMode | str = RowMode.AUTO,
-        chunk_size: int | None = None,
-        compile: bool | dict[str, Any] = False,
-        memory_budget: int | float | str | None = None,
-        basis_dtype: torch.dtype | None = None,
-        basis_device: torch.device | str | None = None,
-        scratch_dir: str | PathLike[str] | None = None,
-        distributed: bool | None = None,
+        **settings: Any,
     ) -> None:
         if asdl_fisher_kwargs is not None:
             raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
@@ -113,41 +90,18 @@ class ELLALLLaplace(ELLALaplace):
             dict_key_y,
             backend,
             backend_kwargs,
-            subsample_size=subsample_size,
-            n_eigenvalues=n_eigenvalues,
-            seed=seed,
-            balanced=balanced,
-            complement=complement,
-            evidence=evidence,
-            stochastic=stochastic,
-            output_layout=output_layout,
-            softmax_temperature=softmax_temperature,
-            top_outputs=top_outputs,
-            multi_label=multi_label,
-            feature_mode=feature_mode,
-            row_mode=row_mode,
-            chunk_size=chunk_size,
-            compile=compile,
-            memory_budget=memory_budget,
-            basis_dtype=basis_dtype,
-            basis_device=basis_device,
-            scratch_dir=scratch_dir,
-            distributed=distributed,
+            **settings,
         )
         self.feature_reduction = feature_reduction
-        self._last_layer_name = last_layer_name
         self.last_layer_name = last_layer_name
         self._asked_prior = (prior_precision, prior_mean)
         if last_layer_name is not None:
             self._set_last_layer(last_layer_name)
         else:  # like Laplace: known at fit, checked then
-            unknown: dict[str, Any] = {
-                "n_params": None,
-                "n_layers": None,
-                "_prior_precision": prior_precision,
-                "_prior_mean": prior_mean,
-            }
-            self.__dict__.update(unknown)
+            self.n_params: Any = None
+            self.n_layers: Any = None
+            self._prior_precision: Any = prior_precision
+            self._prior_mean: Any = prior_mean
 
     @staticmethod
     def _uncertain_names(
@@ -169,43 +123,57 @@ class ELLALLLaplace(ELLALaplace):
         # By identity: a tied parameter is listed under another module's name.
         own = {id(p) for p in layer.parameters()}
         names = [n for n, p in model.named_parameters() if id(p) in own]
-        self.last_layer_name = name
         self._restrict(names, *self._asked_prior)
+        self.last_layer_name = name
 
-    @jointly("train_loader")
-    def estimate_memory(self, train_loader: DataLoader) -> MemoryEstimate:
-        check_data(train_loader)
-        with self._undisturbed(train_loader):
-            self._know_parameters(self._training_data(train_loader))
-        return super().estimate_memory(train_loader)
-
-    def _know_parameters(self, data: TrainingData) -> None:
+    def _find_last_layer(self, loader: Any) -> None:
         """Find the last layer by a forward pass, if it is not known yet."""
         if self.last_layer_name is not None:
             return
-        x, _ = next(self.fitter.batches(data.few(1, 1)), (None, None))
-        if x is None:
-            raise ValueError(NO_BATCH)
-        self._linearizer.outputs(x)  # tells more clearly what is wrong than the search
-        # Laplace's search hooks into the model, so it gets a copy.
-        extractor = FeatureExtractor(deepcopy(unwrap(self.model)))
-        extractor.find_last_layer(x)
+        check_loader(loader)
+        with self._working("finding the last layer"):
+            batch = next(loader_batches(loader, self._device, self.dict_key_y), None)
+            if batch is None:
+                raise ValueError("The loader yields no example to find the last layer.")
+            x = take(batch[0], slice(0, 1), batch_size(batch[0], self.dict_key_x))
+            model = unwrap(self.model)
+            # Tells more clearly what is wrong than the search.
+            ModelFunction(model, [])([], x)
+            # Laplace's search hooks into the model, so it gets a copy.
+            extractor = FeatureExtractor(deepcopy(model))
+            extractor.find_last_layer(x)
         self._set_last_layer(extractor._last_layer_name)
 
+    def fit(self, train_loader: Any, *args: Any, **kwargs: Any) -> None:
+        """Find the last layer, and fit as `ELLALaplace.fit` does."""
+        self._find_last_layer(train_loader)
+        super().fit(train_loader, *args, **kwargs)
+
+    def fit_basis(self, train_loader: Any, *args: Any, **kwargs: Any) -> None:
+        """Find the last layer, and sample as `ELLALaplace.fit_basis` does."""
+        self._find_last_layer(train_loader)
+        super().fit_basis(train_loader, *args, **kwargs)
+
+    def estimate_memory(self, train_loader: Any) -> MemoryEstimate:
+        """Find the last layer, and estimate as `ELLALaplace.estimate_memory` does."""
+        self._find_last_layer(train_loader)
+        return super().estimate_memory(train_loader)
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "last_layer_name": self.last_layer_name}
+        """Return the state of `ELLALaplace`, with the name of the last layer."""
+        return super().state_dict()
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        return {"last_layer_name": self.last_layer_name, **super()._hyperparameters()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict.get("last_layer_name")
+        """Take over a fitted posterior, as `ELLALaplace.load_state_dict` does."""
+        saved = dict(state_dict.get("settings") or {}).get("last_layer_name")
         if saved is not None and self.last_layer_name not in (None, saved):
             raise ValueError(
                 f"The checkpoint's last layer is {saved!r}, this object's "
                 f"{self.last_layer_name!r}. Pass last_layer_name={saved!r}."
             )
-        if self.last_layer_name is None:
-            if saved in dict(unwrap(self.model).named_modules()):
-                with self._all_or_nothing():
-                    self._set_last_layer(saved)
-                    super().load_state_dict(state_dict)
-                return
+        if self.last_layer_name is None and saved is not None:
+            self._set_last_layer(saved)
         super().load_state_dict(state_dict)

@@ -1,10 +1,9 @@
-"""Figures of comparisons and of single posteriors.
+"""Figures of predictions and of comparisons.
 
-Every function draws into `ax` (a new one if None), returns it and sets no global
-style. Lines differ in dash and marker as well as in colour (Okabe and Ito's palette,
-made for colour-blind readers), so that they can be told apart in grey.
-
-matplotlib is an extra: `pip install "laplace-ella[plots]"`.
+Every function draws into `ax` (a new one if None), returns it and sets no global style.
+Lines differ in dash and marker as well as in colour (Okabe and Ito's palette, made for
+colour-blind readers), so that they can be told apart in grey. matplotlib is an extra:
+`pip install "laplace-ella[plots]"`.
 """
 
 from __future__ import annotations
@@ -14,19 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from laplace_ella.comparison.plot_style import (
-    COLOURS,
-    GREY,
-    HATCHES,
-    axis_label,
-    line_style,
-    new_axes,
-    numbers,
-    plain,
-)
-from laplace_ella.comparison.report import Report
-from laplace_ella.comparison.report_plots import plot_coverage, plot_differences
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -35,174 +21,177 @@ __all__ = [
     "plot_cost_quality",
     "plot_coverage",
     "plot_differences",
-    "plot_error_heatmap",
     "plot_error_versus_confidence",
-    "plot_history",
-    "plot_rank_curves",
     "plot_regression",
     "plot_reliability",
-    "plot_spectrum",
 ]
 
-# --- 1-D regression ------------------------------------------------------------------
+#: Okabe and Ito (2008), the palest (yellow) left out.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p")
+HATCHES = ("", "//", "..", "\\\\", "xx", "--", "oo")
+GREY = "0.45"
+
+#: Labels of axes that show a column of a report.
+LABELS = {
+    "fit_s": "fitting time (s)",
+    "tune_s": "tuning time (s)",
+    "predict_s": "prediction time on the test set (s)",
+    "peak_mb": "peak memory (MB)",
+    "nll": "test NLL",
+    "ece": "test ECE",
+}
+
+#: An array, tensor or sequence of numbers; arguments of matplotlib.
+Numbers = Any
+Look = dict[str, Any]
+
+
+def line_style(i: int, every: int | tuple[int, int] = 1) -> Look:
+    """Return the look of the i-th line, with a marker on every `every`-th point."""
+    return {
+        "color": COLOURS[i % len(COLOURS)],
+        # Colours repeat after 7; dashes and markers do not align with them.
+        "linestyle": DASHES[(i + i // len(COLOURS)) % len(DASHES)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "markersize": 4,
+        "markevery": every,
+        "linewidth": 1.4,
+    }
+
+
+def _axes(ax: Axes | None) -> Axes:
+    """Return the given axes, or new ones, without a frame above and to the right."""
+    if ax is None:
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError(
+                'Plots need matplotlib: pip install "laplace-ella[plots]"'
+            ) from error
+        ax = plt.subplots(figsize=(5, 3.6), layout="constrained")[1]
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _labelled(ax: Axes, x: str, y: str, legend: bool = True, **kwargs: Any) -> Axes:
+    ax.set_xlabel(x)
+    ax.set_ylabel(y)
+    if legend:
+        ax.legend(**{"fontsize": "small", "frameon": False, **kwargs})
+    return ax
+
+
+def _numbers(values: Numbers) -> torch.Tensor:
+    return torch.as_tensor(values).detach().double().cpu().flatten()
+
+
+def _curves(curves: Any, name: str, link: str | None = None) -> dict[str, dict]:
+    """Return the curves of a mapping, or of that name in a report, as dicts."""
+    if not isinstance(curves, Mapping):
+        curves = curves.curves(name) if link is None else curves.curves(name, link)
+    if not curves:
+        of_link = f" for link {link!r}" if link else ""
+        raise ValueError(f"There is no curve {name!r}{of_link} to draw.")
+    return {
+        label: dict(curve) if isinstance(curve, Mapping) else vars(curve)
+        for label, curve in curves.items()
+    }
 
 
 def plot_regression(
-    x: Any,
-    mean: Any,
-    std: Any,
+    x: Numbers,
+    mean: Numbers,
+    std: Numbers,
     ax: Axes | None = None,
     *,
-    train: tuple[Any, Any] | None = None,
-    truth: Any = None,
+    train: tuple[Numbers, Numbers] | None = None,
+    truth: Numbers = None,
     title: str | None = None,
     widths: Sequence[float] = (1.0, 2.0),
 ) -> Axes:
-    """Mean and bands of a 1-D regression (Deng et al. 2022, Fig. 1).
+    """Draw mean and bands of a 1-D regression (Deng et al. 2022, Fig. 1).
 
-    Parameters
-    ----------
-    x, mean, std : array-like
-        `(N,)`, x ascending
-    train : (x, y), optional
-        training data, drawn as dots
-    truth : array-like, optional
-        `(N,)`, noise-free function
-    widths : sequence of float
-        half-widths of the bands in standard deviations
+    `x` `(N,)` ascends; `train` has training data, drawn as dots, `truth` `(N,)` the
+    function without noise; `widths` are in standard deviations.
 
-    Examples
-    --------
     >>> x = torch.linspace(-1, 1, 20)
     >>> ax = plot_regression(x, x.sin(), 0.1 + x.abs(), train=(x[::5], x[::5].sin()))
     >>> ax.get_xlabel()
     'x'
     """
-    ax = new_axes(ax)
-    x, mean, std = (torch.tensor(numbers(v)) for v in (x, mean, std))
+    ax = _axes(ax)
+    x, mean, std = _numbers(x), _numbers(mean), _numbers(std)
     for i, width in enumerate(sorted(widths, reverse=True)):
-        ax.fill_between(
-            x.numpy(),
-            (mean - width * std).numpy(),
-            (mean + width * std).numpy(),
-            color=COLOURS[0],
-            alpha=min(0.2 + 0.15 * i, 0.6),  # inner bands darker
-            linewidth=0,
-            label=f"± {width:g} std",
-        )
+        band = (mean - width * std).numpy(), (mean + width * std).numpy()
+        look: Look = {
+            "alpha": min(0.2 + 0.15 * i, 0.6),
+            "linewidth": 0,
+        }  # inner ones darker
+        label = f"± {width:g} std"
+        ax.fill_between(x.numpy(), *band, color=COLOURS[0], label=label, **look)
     ax.plot(x.numpy(), mean.numpy(), color=COLOURS[0], linewidth=1.6, label="mean")
     if truth is not None:
-        ax.plot(
-            x.numpy(),
-            numbers(truth),
-            color="black",
-            linestyle=(0, (4, 2)),
-            linewidth=1.0,
-            label="truth",
-        )
+        dashed: Look = {"color": "black", "linestyle": (0, (4, 2)), "linewidth": 1.0}
+        ax.plot(x.numpy(), _numbers(truth).numpy(), label="truth", **dashed)
     if train is not None:
-        ax.plot(
-            numbers(train[0]),
-            numbers(train[1]),
-            linestyle="none",
-            marker="o",
-            markersize=4,
-            markerfacecolor=COLOURS[1],
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-            label="training data",
-        )
+        points = (_numbers(values).numpy() for values in train)
+        look: Look = {"linestyle": "none", "marker": "o", "markersize": 4}
+        edge: Look = {"markeredgecolor": "white", "markeredgewidth": 0.6}
+        ax.plot(*points, color=COLOURS[1], label="training data", **look, **edge)
     if title:
         ax.set_title(title)
-    ax.set_xlabel("x")
-    ax.set_ylabel("y")
-    plain(ax)
-    return ax
+    return _labelled(ax, "x", "y", legend=False)
 
 
-# --- classification ------------------------------------------------------------------
+# --- calibration ---------------------------------------------------------------------
 
 
 def plot_reliability(
-    curves: Report | Mapping[str, Any],
-    ax: Axes | None = None,
-    *,
-    link: str | None = None,
-    min_count: int = 1,
+    curves: Any, ax: Axes | None = None, *, link: str | None = None, min_count: int = 1
 ) -> Axes:
-    """Accuracy minus confidence against confidence; the zero line is calibration.
+    """Draw accuracy minus confidence against confidence; zero is calibrated.
 
     The gap is drawn rather than the accuracy itself, since the curves of good methods
-    lie too close to the diagonal to be told apart.
+    lie too close to the diagonal to be told apart. `curves` are `ReliabilityCurve`s or
+    their dicts by label, or a report, of which `link` picks one link. Bins with fewer
+    than `min_count` predictions are left out: their accuracy is mostly noise.
 
-    Parameters
-    ----------
-    curves : Report or mapping
-        label → `ReliabilityCurve` or its dict
-    link : str, optional
-        which link of a report
-    min_count : int
-        bins with fewer predictions are left out, as their accuracy is mostly noise
-
-    Examples
-    --------
     >>> from laplace_ella import metrics
     >>> probs, targets = torch.rand(50, 2).softmax(-1), torch.randint(2, (50,))
     >>> ax = plot_reliability({"network": metrics.reliability_curve(probs, targets)})
     >>> ax.get_ylabel()
     'accuracy − confidence'
     """
-    ax = new_axes(ax)
+    ax = _axes(ax)
     ax.axhline(0.0, color=GREY, linewidth=1.0)
     for i, (label, curve) in enumerate(_curves(curves, "reliability", link).items()):
         bins = zip(curve["confidence"], curve["accuracy"], curve["count"], strict=True)
         points = [(c, a - c) for c, a, count in bins if count >= min_count]
-        ax.plot(*zip(*points, strict=True), label=label, **line_style(i))
-    ax.set_xlabel("confidence")
-    ax.set_ylabel("accuracy − confidence")
-    ax.annotate(
-        "overconfident",
-        (0.02, 0.03),
-        xycoords="axes fraction",
-        color=GREY,
-        fontsize="small",
-    )
-    ax.annotate(
-        "underconfident",
-        (0.02, 0.97),
-        xycoords="axes fraction",
-        va="top",
-        color=GREY,
-        fontsize="small",
-    )
-    ax.legend(fontsize="small", frameon=False)
-    plain(ax)
-    return ax
+        ax.plot([c for c, _ in points], [g for _, g in points], label=label)
+        ax.get_lines()[-1].set(**line_style(i))
+    grey: Look = {"xycoords": "axes fraction", "color": GREY, "fontsize": "small"}
+    ax.annotate("overconfident", (0.02, 0.03), **grey)
+    ax.annotate("underconfident", (0.02, 0.97), va="top", **grey)
+    return _labelled(ax, "confidence", "accuracy − confidence")
 
 
 def plot_error_versus_confidence(
-    curves: Report | Mapping[str, Any],
+    curves: Any,
     ax: Axes | None = None,
     *,
     link: str | None = None,
     ood: str | None = None,
     side: str = "below",
 ) -> Axes:
-    """Error rate against a confidence threshold (Deng et al. 2022, Fig. 4a).
+    """Draw the error rate against a confidence threshold (Deng et al. 2022, Fig. 4a).
 
-    Parameters
-    ----------
-    curves : Report or mapping
-        label → `ConfidenceCurve` or its dict
-    link : str, optional
-        which link of a report
-    ood : str, optional
-        name of the OOD set of a report, whose predictions all count as errors
-    side : {'below', 'above'}
-        predictions with confidence ≤ τ (the paper's) or ≥ τ
+    `curves` are `ConfidenceCurve`s or their dicts by label, or a report, of which
+    `link` picks one link and `ood` the out-of-distribution set whose predictions all
+    count as errors. Predictions have confidence ≤ τ (`side="below"`, the paper's) or
+    ≥ τ (`"above"`).
 
-    Examples
-    --------
     >>> from laplace_ella import metrics
     >>> probs, targets = torch.rand(50, 2).softmax(-1), torch.randint(2, (50,))
     >>> curve = metrics.error_versus_confidence(probs, targets)
@@ -210,233 +199,65 @@ def plot_error_versus_confidence(
     >>> ax.get_xlabel()
     'confidence threshold τ'
     """
-    ax = new_axes(ax)
+    ax = _axes(ax)
     name = f"error_{side}" + (f":{ood}" if ood else "")
     for i, (label, curve) in enumerate(_curves(curves, name, link).items()):
-        ax.plot(
-            curve["threshold"],
-            curve["error"],
-            label=label,
-            **line_style(i, every=(i, 8)),
-        )
-    sign = "≤" if side == "below" else "≥"
-    ax.set_xlabel("confidence threshold τ")
-    ax.set_ylabel(f"error rate at confidence {sign} τ")
+        look = line_style(i, every=(i, 8))
+        ax.plot(curve["threshold"], curve["error"], label=label, **look)
     ax.set_xlim(0.0, 1.0)
-    ax.legend(fontsize="small", frameon=False)
-    plain(ax)
-    return ax
+    sign = "≤" if side == "below" else "≥"
+    return _labelled(ax, "confidence threshold τ", f"error rate at confidence {sign} τ")
 
 
-def _curves(
-    curves: Report | Mapping[str, Any], name: str, link: str | None
-) -> dict[str, dict[str, Any]]:
-    if isinstance(curves, Report):
-        curves = curves.curves(name, link)
-        if not curves:
-            raise ValueError(
-                f"The report has no curve {name!r}"
-                + (f" for link {link!r}." if link else ".")
-            )
-    return {
-        label: dict(curve) if isinstance(curve, Mapping) else vars(curve)
-        for label, curve in curves.items()
-    }
+def plot_coverage(curves: Any, ax: Axes | None = None) -> Axes:
+    """Draw observed minus nominal coverage of central intervals, by level.
 
+    It is the reliability diagram of a regression: zero is calibrated, below it the
+    intervals are too narrow. `curves` has dicts of "nominal" levels and "observed"
+    shares by label, or is a report.
 
-# --- one posterior -------------------------------------------------------------------
-
-
-def plot_history(
-    history: Sequence[Mapping[str, float]],
-    ax: Axes | None = None,
-    *,
-    score: str = "loss",
-    baseline: float | None = None,
-    label: str = "ELLA",
-) -> Axes:
-    """Validation NLL against the number of data, with the best point marked.
-
-    Parameters
-    ----------
-    history : sequence of mappings
-        `la.history` after `fit(..., early_stopping=True)`: entries with 'n_data' and
-        the score
-    score : str
-        key of the score
-    baseline : float, optional
-        score of the network alone, a horizontal line
-
-    Examples
-    --------
-    >>> history = [{"n_data": 32, "loss": 0.5}, {"n_data": 64, "loss": 0.4}]
-    >>> plot_history(history, baseline=0.6).get_xscale()
-    'log'
+    >>> curve = {"nominal": [0.5, 0.9], "observed": [0.4, 0.85]}
+    >>> plot_coverage({"network": curve}).get_ylabel()
+    'observed − nominal'
     """
-    ax = new_axes(ax)
-    if not history:
-        raise ValueError(
-            "The history is empty: fit with a val_loader and early_stopping=True."
-        )
-    n = [float(entry["n_data"]) for entry in history]
-    scores = [float(entry[score]) for entry in history]
-    ax.plot(n, scores, label=label, **line_style(0))
-    stop = min(range(len(n)), key=scores.__getitem__)
-    ax.axvline(n[stop], color=COLOURS[1], linestyle="--", linewidth=1.2)
-    ax.annotate(
-        f"stop at N = {n[stop]:.0f}",
-        (n[stop], 0.95),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, 0),
-        textcoords="offset points",
-        color=COLOURS[1],
-        va="top",
-        fontsize="small",
+    ax = _axes(ax)
+    ax.axhline(0.0, color=GREY, linewidth=1.0)
+    for i, (label, curve) in enumerate(_curves(curves, "coverage").items()):
+        levels = curve["nominal"]
+        gaps = [o - n for n, o in zip(levels, curve["observed"], strict=True)]
+        ax.plot(levels, gaps, label=label, **line_style(i, every=(i % 3, 3)))
+    return _labelled(ax, "nominal coverage", "observed − nominal")
+
+
+# --- many methods --------------------------------------------------------------------
+
+
+def plot_differences(
+    differences: Mapping[str, Any], ax: Axes | None = None, *, xlabel: str = "NLL"
+) -> Axes:
+    """Draw the distance of each method from the best, with 95 % intervals.
+
+    The best is on top. Open marks are methods that cannot be told from it. Differences
+    have `value`, `half_width` and `is_clear`, as those of `Report.differences`.
+
+    >>> from types import SimpleNamespace
+    >>> best = SimpleNamespace(value=0.0, half_width=0.0, is_clear=False)
+    >>> plot_differences({"ella": best}).get_xlabel()
+    'NLL − best'
+    """
+    ax = _axes(ax)
+    found = sorted(
+        ((label, d) for label, d in differences.items() if d is not None),
+        key=lambda pair: pair[1].value,
     )
-    if baseline is not None:
-        ax.axhline(baseline, color=GREY, linestyle=":", linewidth=1.2, label="MAP")
-    ax.set_xscale("log")
-    ax.set_xlabel("training data N")
-    ax.set_ylabel("validation NLL")
-    ax.legend(fontsize="small", frameon=False)
-    plain(ax)
-    return ax
-
-
-def plot_rank_curves(
-    ranks: Sequence[int],
-    nll: Sequence[float],
-    evidence: Sequence[float] | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """NLL against the rank K, and the log evidence on a second axis to the right.
-
-    Ranks that span a factor of 16 or more get a logarithmic axis.
-
-    Examples
-    --------
-    >>> ax = plot_rank_curves([1, 2, 4], nll=[0.5, 0.4, 0.4], evidence=[-9, -8, -8])
-    >>> ax.get_xlabel()
-    'rank K'
-    """
-    ax = new_axes(ax)
-    lines = ax.plot(ranks, numbers(nll), label="validation NLL", **line_style(0))
-    ax.set_xlabel("rank K")
-    ax.set_ylabel("validation NLL")
-    ax.spines["top"].set_visible(False)
-    if evidence is None:
-        plain(ax)
-    else:
-        right = ax.twinx()
-        lines += right.plot(
-            ranks, numbers(evidence), label="log evidence", **line_style(1)
-        )
-        right.set_ylabel("log evidence")
-        right.spines["top"].set_visible(False)
-    if min(ranks) > 0 and max(ranks) >= 16 * min(ranks):
-        ax.set_xscale("log", base=2)
-        if len(ranks) <= 10:
-            ax.set_xticks(ranks, [str(k) for k in ranks])
-    ax.legend(handles=lines, fontsize="small", frameon=False, loc="center right")
-    return ax
-
-
-def plot_spectrum(
-    eigenvalues: Any,
-    ax: Axes | None = None,
-    *,
-    trace: float | None = None,
-    label: str | None = None,
-) -> Axes:
-    """Eigenvalues of the sampled kernel on a logarithmic axis.
-
-    Parameters
-    ----------
-    eigenvalues : array-like
-        `(K,)`, `la.basis.eigenvalues`
-    trace : float, optional
-        `la.basis.trace`; the title then says which share the K directions carry
-
-    Examples
-    --------
-    >>> ax = plot_spectrum(torch.tensor([4.0, 2.0, 1.0]), trace=10.0)
-    >>> ax.get_title()
-    '3 directions: 70% of the trace'
-    """
-    ax = new_axes(ax)
-    values = numbers(eigenvalues)
-    index = sum(line.get_label() != "" for line in ax.get_lines())
-    ax.plot(range(1, len(values) + 1), values, label=label, **line_style(index))
-    ax.set_yscale("log")
-    ax.set_xlabel("direction k")
-    ax.set_ylabel("eigenvalue")
-    if trace is not None:
-        share = sum(values) / trace
-        ax.set_title(f"{len(values)} directions: {share:.0%} of the trace")
-    if label:
-        ax.legend(fontsize="small", frameon=False)
-    plain(ax)
-    return ax
-
-
-def plot_error_heatmap(
-    errors: Any,
-    samples: Sequence[int],
-    ranks: Sequence[int],
-    ax: Axes | None = None,
-    *,
-    title: str | None = None,
-) -> Axes:
-    """Approximation errors over M and K (Deng et al. 2022, Fig. 2a–b).
-
-    Parameters
-    ----------
-    errors : array-like
-        `(len(samples), len(ranks))`; NaN (K > M) stays white
-    samples, ranks : sequence of int
-        the values of M, down, and of K, across
-
-    Examples
-    --------
-    >>> ax = plot_error_heatmap([[0.5, float("nan")], [0.3, 0.1]], [10, 20], [10, 20])
-    >>> ax.get_ylabel()
-    'samples M'
-    """
-    ax = new_axes(ax)
-    values = torch.as_tensor(errors).detach().double().cpu()
-    if values.shape != (len(samples), len(ranks)):
-        raise ValueError(
-            f"errors must have shape (len(samples), len(ranks)) = "
-            f"({len(samples)}, {len(ranks)}), got {tuple(values.shape)}."
-        )
-    # Viridis is monotone in lightness, so it survives a black-and-white printer.
-    image = ax.imshow(values.numpy(), cmap="viridis", aspect="auto")
-    ax.set_xticks(range(len(ranks)), [str(k) for k in ranks])
-    ax.set_yticks(range(len(samples)), [str(m) for m in samples])
-    ax.set_xlabel("rank K")
-    ax.set_ylabel("samples M")
-    finite = values[values.isfinite()]
-    middle = float((finite.max() + finite.min()) / 2) if len(finite) else 0.0
-    for i, row in enumerate(values.tolist()):
-        for j, value in enumerate(row):
-            if value == value:  # not NaN
-                colour = "white" if value < middle else "black"
-                ax.text(
-                    j,
-                    i,
-                    f"{value:.2g}",
-                    ha="center",
-                    va="center",
-                    color=colour,
-                    fontsize="x-small",
-                )
-    ax.figure.colorbar(image, ax=ax, label="relative error")
-    if title:
-        ax.set_title(title)
-    return ax
-
-
-# --- many results --------------------------------------------------------------------
+    ax.axvline(0.0, color=GREY, linewidth=1.0)
+    look: Look = {"color": COLOURS[0], "marker": "o", "markersize": 5, "linewidth": 1.4}
+    for position, (_, d) in enumerate(found):
+        face = COLOURS[0] if d.is_clear else "none"
+        ax.errorbar(d.value, position, xerr=d.half_width, mfc=face, **look)
+    ax.set_yticks(range(len(found)), [label for label, _ in found])
+    ax.invert_yaxis()
+    return _labelled(ax, f"{xlabel} − best", "", legend=False)
 
 
 def plot_boxes(
@@ -446,114 +267,93 @@ def plot_boxes(
     ylabel: str = "NLL",
     xlabel: str = "skew intensity",
 ) -> Axes:
-    """Boxes of a metric over corruptions, by level and method (Fig. 3 of the paper).
+    """Draw boxes of a metric by level and method (Deng et al. 2022, Fig. 3).
 
-    Parameters
-    ----------
-    values : mapping
-        method → level → values, one per type of corruption
+    `values` maps methods to levels to values, one per type of corruption.
 
-    Examples
-    --------
     >>> ax = plot_boxes({"network": {1: [0.3, 0.4], 5: [0.9, 1.2]}})
     >>> [label.get_text() for label in ax.get_xticklabels()]
     ['1', '5']
     """
-    ax = new_axes(ax)
-    from matplotlib.patches import Patch
-
+    ax = _axes(ax)
     levels = list(dict.fromkeys(level for v in values.values() for level in v))
-    width = 0.8 / max(1, len(values))
-    handles = []
+    width, handles = 0.8 / max(1, len(values)), []
     for i, (method, by_level) in enumerate(values.items()):
+        offset = (i - (len(values) - 1) / 2) * width
         drawn = ax.boxplot(
-            [numbers(by_level[level]) for level in levels if level in by_level],
-            positions=[
-                j + (i - (len(values) - 1) / 2) * width
-                for j, level in enumerate(levels)
+            [
+                _numbers(by_level[level]).numpy()
+                for level in levels
                 if level in by_level
             ],
+            positions=[j + offset for j, k in enumerate(levels) if k in by_level],
             widths=0.85 * width,
             patch_artist=True,
             medianprops={"color": "black"},
             flierprops={"markersize": 3},
             manage_ticks=False,
         )
-        look = {
-            "facecolor": COLOURS[i % len(COLOURS)],
-            "hatch": HATCHES[i % len(HATCHES)],
+        look: Look = {
+            "facecolor": COLOURS[i % 7],
+            "hatch": HATCHES[i % 7],
             "alpha": 0.75,
         }
         for box in drawn["boxes"]:
-            box.set(**look)
-        handles.append(Patch(edgecolor="black", label=method, **look))
+            box.set(label=method, **look)
+        handles += drawn["boxes"][:1]
     ax.set_xticks(range(len(levels)), [str(level) for level in levels])
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
-    ax.legend(handles=handles, fontsize="small", frameon=False)
-    plain(ax)
-    return ax
+    return _labelled(ax, xlabel, ylabel, handles=handles)
 
 
 def plot_cost_quality(
-    report: Report,
+    report: Any,
     ax: Axes | None = None,
     *,
     cost: str = "predict_s",
     quality: str = "nll",
     link: str | None = None,
 ) -> Axes:
-    """A metric against a cost, one labelled point per method; the lower left is best.
+    """Draw a metric against a cost, one point per method; the lower left is best.
 
-    Parameters
-    ----------
-    cost, quality : str
-        columns of the report
-    link : str, optional
-        only this link (and methods that have none)
+    `report` is a `Report` or its rows, `cost` and `quality` are columns of it; with
+    `link` only rows of this link, and of methods that have none, are drawn.
 
-    Examples
-    --------
-    >>> from laplace_ella.comparison.report import Result
-    >>> fast = Result("map", metrics={"nll": 0.30}, costs={"predict_s": 0.1})
-    >>> good = Result("ella", "mc", metrics={"nll": 0.25}, costs={"predict_s": 2.0})
-    >>> plot_cost_quality(Report([fast, good])).get_xscale()
+    >>> from types import SimpleNamespace
+    >>> fast = SimpleNamespace(
+    ...     label="map", link="", mean={"nll": 0.30, "predict_s": 0.1}, error={}
+    ... )
+    >>> plot_cost_quality([fast]).get_xscale()
     'log'
     """
-    ax = new_axes(ax)
-    rows = [
+    ax = _axes(ax)
+    rows = list(report.rows() if hasattr(report, "rows") else report)
+    shown = [
         row
-        for row in report.rows()
+        for row in rows
         if cost in row.mean
         and quality in row.mean
         and (link is None or row.link in ("", link))
     ]
-    if not rows:
+    if not shown:
+        columns = dict.fromkeys(column for row in rows for column in row.mean)
         raise ValueError(
             f"No result has both {cost!r} and {quality!r}; columns are "
-            f"{', '.join(report.columns) or 'none'}."
+            f"{', '.join(columns) or 'none'}."
         )
-    for i, row in enumerate(rows):
-        label = row.method if link or not row.link else f"{row.method} ({row.link})"
-        # Zero seconds (nothing to fit) has no place on a logarithmic axis.
-        position = max(row.mean[cost], 1e-3), row.mean[quality]
-        look = line_style(i)
-        ax.errorbar(
-            *position,
-            yerr=row.error.get(quality),
-            color=look["color"],
-            marker=look["marker"],
-            markersize=7,
-            linestyle="none",
-            label=label,
-        )
+    # Zero seconds (nothing to fit) has no place on a logarithmic axis.
+    costs = [max(row.mean[cost], 1e-3) for row in shown]
+    for i, (row, x) in enumerate(zip(shown, costs, strict=True)):
+        label = row.label if link or not row.link else f"{row.label} ({row.link})"
+        look: Look = {key: line_style(i)[key] for key in ("color", "marker")}
+        error: Look = {
+            "yerr": row.error.get(quality),
+            "markersize": 7,
+            "linestyle": "none",
+        }
+        ax.errorbar(x, row.mean[quality], label=label, **look, **error)
     ax.set_xscale("log")
     # Seconds as one says them, 0.1 rather than a power of ten.
-    seen = [max(row.mean[cost], 1e-3) for row in rows]
     ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_formatter("{x:g}" if max(seen) < 5 * min(seen) else "")
-    ax.set_xlabel(axis_label(cost))
-    ax.set_ylabel(axis_label(quality))
-    ax.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    plain(ax)
-    return ax
+    ax.xaxis.set_minor_formatter("{x:g}" if max(costs) < 5 * min(costs) else "")
+    beside: Look = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
+    return _labelled(ax, LABELS.get(cost, cost), LABELS.get(quality, quality), **beside)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from laplace.baselaplace import BaseLaplace
 from laplace.utils.enums import HessianStructure
 
 from laplace_ella.ella import ELLALaplace
@@ -20,7 +21,7 @@ __all__ = ["register_structure"]
 _SETTINGS: dict[str, dict[str, Any]] = {}
 _CLASSES: list[type] = []
 
-_TAKEN = {ELLALaplace._key[1], *(structure.value for structure in HessianStructure)}
+_TAKEN = {"nystrom", "ella", *(structure.value for structure in HessianStructure)}
 
 
 def register_structure(name: str, **settings: Any) -> str:
@@ -60,11 +61,8 @@ def register_structure(name: str, **settings: Any) -> str:
         raise ValueError(
             f"name must be a text other than {sorted(_TAKEN)}, got {name!r}."
         )
-    known = {
-        parameter.name
-        for parameter in inspect.signature(ELLALaplace).parameters.values()
-        if parameter.name not in ("model", "likelihood")
-    }
+    known = set(inspect.signature(ELLALaplace).parameters)
+    known -= {"model", "likelihood", "unknown"}
     unknown = sorted(set(settings) - known)
     if unknown:
         raise TypeError(
@@ -77,12 +75,29 @@ def register_structure(name: str, **settings: Any) -> str:
 
 
 def _named(cls: type[ELLALaplace], name: str) -> type:
-    """A class that Laplace finds by the name, and that makes instances of `cls`."""
+    """Return a class that Laplace finds by the name, and that makes a `cls`."""
 
     def build(_: type, *args: Any, **kwargs: Any) -> ELLALaplace:
         given = inspect.signature(cls).bind_partial(*args, **kwargs).arguments
+        given |= given.pop("settings", {})
         defaults = {k: v for k, v in _SETTINGS[name].items() if k not in given}
         return cls(*args, **kwargs, **defaults)
 
     namespace = {"_key": (cls._key[0], name), "__new__": build}
     return type(f"{cls.__name__}_{name}", (cls,), namespace)
+
+
+class _Misnamed(BaseLaplace):
+    """What `hessian_structure="ella"` finds: an error with the right name."""
+
+    _key = ("all", "ella")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            'hessian_structure="ella" is called "nystrom": Laplace(model, likelihood, '
+            f'"{self._key[0]}", "nystrom"), or laplace_ella.ELLALaplace.'
+        )
+
+
+class _MisnamedLastLayer(_Misnamed):
+    _key = ("last_layer", "ella")

@@ -1,1 +1,1 @@
-"""Many methods on one network, one table."""
+"""All methods of the family on the same data, in one table."""

@@ -1,1 +1,1 @@
-"""The model as a function of its parameters: rows cᵀJ(x) and features J(x)V."""
+"""Derivatives of the model: rows of the Jacobian and features J(x)V."""

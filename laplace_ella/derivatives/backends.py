@@ -1,21 +1,29 @@
-"""What the curvature backends of laplace-torch mean for ELLA."""
+"""What the curvature backends of laplace-torch mean for ELLA, and rows by them."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from laplace import curvature
 
-from laplace_ella.derivatives.libraries import LIBRARIES, require
-from laplace_ella.derivatives.rows import RowMode
+from laplace_ella.derivatives.jacobians import pull_back
+from laplace_ella.derivatives.model_function import ModelFunction
+from laplace_ella.derivatives.modes import RowMode
+from laplace_ella.errors import UnsupportedLayerError
+from laplace_ella.support.batches import Batch, has_values
 
-__all__ = ["Curvature", "Request", "resolve"]
+__all__ = ["BACKEND_OF", "Curvature", "Resolved", "check_rows", "resolve"]
 
 logger = logging.getLogger("laplace_ella")
+
+#: A parameter's gradient this much smaller than the whole row may be rounding error.
+NEGLIGIBLE = 1e-3
 
 
 class Curvature(str, Enum):
@@ -39,9 +47,16 @@ BACKENDS = {
     "AsdlEF": (RowMode.ASDL, Curvature.EMPIRICAL_FISHER),
 }
 
+#: The backend whose Jacobians are asked for by a row mode, the package's name, what is
+#: imported and what is installed. The distribution "asdl" is another project.
+BACKEND_OF = {
+    RowMode.BACKPACK: ("BackPackGGN", "BackPACK", "backpack", "backpack-for-pytorch"),
+    RowMode.ASDL: ("AsdlGGN", "ASDL", "asdl", "asdfghjkl"),
+}
+
 
 @dataclass(frozen=True)
-class Request:
+class Resolved:
     """What a backend and its arguments ask for.
 
     Attributes
@@ -67,14 +82,23 @@ def resolve(
     row_mode: RowMode,
     stochastic: bool | int,
     model: Any = None,
-) -> Request:
-    """What a backend and its arguments ask of the posterior of `model`.
+) -> Resolved:
+    """Return what a backend and its arguments ask of the posterior of `model`.
 
     Anything that would have no effect, or another than it says, is refused.
     """
     kwargs = dict(backend_kwargs or {})
     if isinstance(backend, curvature.CurvatureInterface):
-        backend, kwargs = _class_of(backend, kwargs, model)
+        # `la.backend` is one: clients that copy a posterior, attribute by attribute,
+        # pass it on with the model it was made for.
+        if model is not None and backend.model is not model:
+            logger.info(
+                "backend is a %s of another model; its class alone is used",
+                type(backend).__name__,
+            )
+        sampled = getattr(backend, "stochastic", False)  # GGN backends have it
+        kwargs = {"stochastic": sampled, **kwargs} if sampled else kwargs
+        backend = type(backend)
     asked, kind, name = RowMode.AUTO, Curvature.GGN, ""
     if backend is not None:
         asked, kind = _meaning(backend)
@@ -86,8 +110,15 @@ def resolve(
                 f"asks for {row_mode.value!r}. Leave one of them out."
             )
         row_mode = asked
-    if row_mode in LIBRARIES:
-        require(LIBRARIES[row_mode])
+    if row_mode in BACKEND_OF:
+        _, library, module, distribution = BACKEND_OF[row_mode]
+        try:
+            __import__(module)
+        except ImportError as error:
+            raise ImportError(
+                f"Rows by {library} need the package {distribution!r}: pip "
+                f"install {distribution}, or use backend=None."
+            ) from error
     if asdl_fisher_kwargs:
         raise ValueError(
             f"asdl_fisher_kwargs={dict(asdl_fisher_kwargs)} are for ASDL's Fisher, "
@@ -100,31 +131,12 @@ def resolve(
             "takes those of the data. Leave stochastic out, or use backend="
             f"{name.removesuffix('EF')}GGN."
         )
-    return Request(backend, row_mode, kind, stochastic)
-
-
-def _class_of(
-    backend: curvature.CurvatureInterface, kwargs: dict[str, Any], model: Any
-) -> tuple[type, dict[str, Any]]:
-    """The class of an instance, and the arguments that it was made with.
-
-    `la.backend` is one: clients that copy a posterior, attribute by attribute, pass it
-    on with the model it was made for.
-    """
-    if model is not None and backend.model is not model:
-        logger.info(
-            "backend is a %s of another model; its class alone is used",
-            type(backend).__name__,
-        )
-    stochastic = getattr(backend, "stochastic", False)  # GGN backends have it
-    if stochastic:
-        kwargs = {"stochastic": stochastic, **kwargs}
-    return type(backend), kwargs
+    return Resolved(backend, row_mode, kind, stochastic)
 
 
 def _meaning(backend: Any) -> tuple[RowMode, Curvature]:
-    """How a backend takes gradients and what it makes of them; subclasses count as
-    what they are made from."""
+    """Return how a backend takes gradients and what it makes of them; subclasses count
+    as what they are made from."""
     accepted = f"{', '.join(BACKENDS)} or None"
     if not isinstance(backend, type):
         raise TypeError(
@@ -145,7 +157,7 @@ def _meaning(backend: Any) -> tuple[RowMode, Curvature]:
 
 
 def _stochastic(kwargs: dict[str, Any], stochastic: bool | int) -> bool | int:
-    """`stochastic`, which GGN backends take as an argument of their own."""
+    """Return `stochastic`, which GGN backends take as an argument of their own."""
     asked = kwargs.pop("stochastic", None)
     if kwargs:
         raise ValueError(
@@ -162,4 +174,93 @@ def _stochastic(kwargs: dict[str, Any], stochastic: bool | int) -> bool | int:
     raise ValueError(
         f"backend_kwargs has stochastic={asked!r}, the posterior stochastic="
         f"{stochastic!r}. Leave one of them out."
+    )
+
+
+# Rows
+
+
+def rows_by_backend(
+    mode: RowMode,
+    fn: ModelFunction,
+    batch: Batch,
+    examples: torch.Tensor,
+    cotangents: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Return cᵀJ(x) for `cotangents[m]` (O,) at example `examples[m]`, in `out` (m, P).
+
+    The Jacobians are laplace-torch's. Its backends leave hooks and attributes on the
+    model that they work on, which is therefore a copy.
+    """
+    model = copy.deepcopy(fn.model).requires_grad_(True)
+    model = model if fn.asked_dtype is None else model.to(fn.asked_dtype)
+    model.output_size = cotangents.shape[-1]  # pyright: ignore[reportArgumentType]
+    backend = getattr(curvature, BACKEND_OF[mode][0])(model, "classification")
+    few, position = examples.unique(return_inverse=True)
+    with torch.enable_grad():
+        J = backend.jacobians(batch.take(few).inputs)[0].detach()  # (n, O, all)
+    named = dict(model.named_parameters())
+    sizes = [p.numel() for p in named.values()]
+    if J.shape[-1] != sum(sizes):
+        raise ValueError(f"got gradients of {J.shape[-1]} of {sum(sizes)} parameters")
+    columns = dict(zip(named, J.split(sizes, dim=-1), strict=True))
+    pieces = out.split(fn.numels(), dim=-1)
+    for name, piece in zip(fn.names, pieces, strict=True):
+        its = columns[name][position].to(out)  # (m, O, p)
+        torch.sum(its * cotangents.unsqueeze(-1).to(out), dim=1, out=piece)
+    return out
+
+
+def check_rows(mode: RowMode, fn: ModelFunction, batch: Batch, n_outputs: int) -> None:
+    """Compare rows with autograd's, and refuse layers on which they differ.
+
+    Neither package tells reliably what it does not support: a layer may be skipped, or
+    give wrong numbers. Two rows in one pass, because with one a layer that confuses the
+    examples goes unnoticed; every output is in both, so that no layer is left out.
+    """
+    two = torch.tensor([0, batch.size - 1], device=fn.device)
+    slope = torch.linspace(1, 2, n_outputs, device=fn.device, dtype=fn.dtype)
+    combinations = torch.stack([slope, slope.flip(0) - 3 * slope])
+    actual = torch.empty(2, fn.n_params, dtype=fn.dtype, device=fn.device)
+    layers = {
+        name.rpartition(".")[0]: type(module).__name__
+        for prefix, module in fn.model.named_modules()
+        for name, _ in module.named_parameters(prefix, recurse=False)
+    }
+    try:
+        rows_by_backend(mode, fn, batch, two, combinations, actual)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:
+        among = ", ".join(f"{kind} ({name!r})" for name, kind in layers.items())
+        raise _unsupported(
+            mode, f"one of the layers {among}", f"{type(error).__name__}: {error}"
+        ) from error
+    if not has_values(actual):
+        return
+    # Both rows from one forward pass: one per example rounds differently, and a unit
+    # close to its kink then has another derivative.
+    each = torch.diag_embed(combinations.T).movedim(0, -1)  # (2, 2, O)
+    expected = pull_back(fn, batch.take(two).inputs, lambda _: each)[1]
+    eps = max([torch.finfo(p.dtype).eps for p in fn.parameters()])
+    tolerance = eps ** (1 / 3)  # far above rounding, far below a wrong gradient
+    least = NEGLIGIBLE * expected.norm(dim=1)
+    pieces = actual.split(fn.numels(), 1), expected.split(fn.numels(), 1)
+    for name, a, e in zip(fn.names, *pieces, strict=True):
+        # Not the other way round: a NaN is different.
+        if not ((a - e).norm(dim=1) <= tolerance * (e.norm(dim=1) + least)).all():
+            owner = name.rpartition(".")[0]
+            raise _unsupported(
+                mode,
+                f"{layers[owner]} ({owner!r})",
+                f"the gradient of {name!r} differs from autograd's",
+            )
+
+
+def _unsupported(mode: RowMode, layer: str, cause: str) -> UnsupportedLayerError:
+    return UnsupportedLayerError(
+        f"{BACKEND_OF[mode][1]} does not support {layer} as this model uses it: "
+        f"{cause}. Use backend=CurvlinopsGGN or None (CurvlinopsEF for the empirical "
+        "Fisher), which work for every layer."
     )

@@ -1,66 +1,97 @@
 """One linearisation of a model: rows of J(x) and features J(x)V, batch after batch.
 
-Models differ in which derivatives they support and which are fast. `Linearizer` finds
-out once, on one batch, and keeps the answer; nothing is decided by the text of an
-exception. Only what is folded is given up afterwards, if the model no longer allows it.
+Models differ in which derivatives they support and which are fast. `linearize` finds
+out once, on the first batch; nothing changes afterwards.
 
-Index legend: B batch, S positions, C outputs at each, O = S·C, P parameters, K rank.
+Index legend: B batch, S positions, C outputs at each, c of them selected, O = S·C,
+P parameters, K rank.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from laplace_ella.derivatives.feature_passes import FeaturePasses, Way
-from laplace_ella.derivatives.features import FeatureMode, Features
-from laplace_ella.derivatives.folding import FoldedFunction, FoldFinder, FoldingError
-from laplace_ella.derivatives.jacobian_passes import JacobianPasses
-from laplace_ella.derivatives.model_function import ModelFunction
-from laplace_ella.derivatives.modes import Decisions, Modes
-from laplace_ella.derivatives.options import ComputeOptions
-from laplace_ella.derivatives.probe import Probe, checked_outputs
-from laplace_ella.derivatives.residuals import residual_parts
-from laplace_ella.derivatives.row_passes import Room, RowPasses, no_room
-from laplace_ella.derivatives.rows import RowMode, empty_rows, pull_back
-from laplace_ella.derivatives.selection import Selection
-from laplace_ella.derivatives.sizes import (
-    Activations,
+from laplace_ella.derivatives.complements import Metric, Span, split_gradients
+from laplace_ella.derivatives.jacobians import (
+    Cotangents,
+    Features,
     PassSizes,
-    activation_bytes,
+    fill_residuals,
+    largest,
+    unit_vectors,
 )
+from laplace_ella.derivatives.model_function import ModelFunction, clearer_error
+from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, Modes, RowMode
+from laplace_ella.derivatives.trials import FEATURES, JACOBIANS, ROWS, choose_modes
 from laplace_ella.errors import InsufficientMemoryError
-from laplace_ella.support.batches import Batch
-from laplace_ella.support.heap import kept_memory
-from laplace_ella.support.layout import OutputLayout, Positions, check_outputs
-from laplace_ella.support.metric import Metric, split_gradients
+from laplace_ella.support.batches import (
+    Batch,
+    OutputLayout,
+    Positions,
+    check_outputs,
+    chunks,
+)
+from laplace_ella.support.memory import budget_of, human_bytes, parse_bytes
 from laplace_ella.support.preserve import (
     autocast_enabled,
     differentiable_kernels,
     full_precision,
 )
-from laplace_ella.support.resources import budget_of, human_bytes, parse_bytes
-from laplace_ella.support.span import Span
 
-__all__ = ["Linearizer", "Probe"]
+__all__ = ["ExampleBytes", "Linearizer", "linearize"]
 
-logger = logging.getLogger("laplace_ella")
+#: Directions that are fetched at once from another device.
+OFFLOADED_BLOCK = 8
 
-#: Everything chosen automatically.
-DEFAULT = ComputeOptions()
+#: How much cheaper reverse mode must be for a few of the outputs, where features of all
+#: are better taken in another way.
+CLEAR_RATIO = 3.0
 
 
+@dataclass(frozen=True)
+class ExampleBytes:
+    """Bytes of the largest and of all intermediate results of one example of the first
+    batch, and how many numbers its inputs have."""
+
+    largest: int
+    total: int
+    elements: int
+
+
+class _Allocations(TorchDispatchMode):
+    """Count bytes of the largest and of all tensors that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        # Views are of something that was counted, or of weights; clones are mostly the
+        # copies of buffers that `ModelFunction` makes.
+        if not func.is_view and func is not torch.ops.aten.clone.default:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    size = leaf.numel() * leaf.element_size()
+                    self.total += size
+                    self.largest = max(self.largest, size)
+        return result
+
+
+@dataclass(frozen=True)
 class Linearizer:
     """Derivatives of one model, in the ways that work and are fastest for it.
 
-    Parameters
+    Attributes
     ----------
     fn : ModelFunction
     layout : OutputLayout
@@ -68,344 +99,398 @@ class Linearizer:
     dict_key_x : str
         where a mapping holds its inputs
     options : ComputeOptions
+    output_shape : tuple of int
+        of one example of the first batch
+    example_bytes : ExampleBytes
+    example_shapes : tuple
+        shapes of the tensors of that example
+    modes : Modes
+    autocast : bool
+        whether they were decided in mixed precision: under it other ways may work
     """
 
-    def __init__(
-        self,
-        fn: ModelFunction,
-        layout: OutputLayout = OutputLayout.FLAT,
-        dict_key_x: str = "input_ids",
-        options: ComputeOptions = DEFAULT,
-    ) -> None:
-        self.fn = fn
-        self.layout = layout
-        self.dict_key_x = dict_key_x
-        self.options = options
-        self._decisions = Decisions()
-        self._probes: dict[tuple[Any, ...], Probe] = {}
-        self._checked: set[tuple[Any, ...]] = set()
-        self._compiled: dict[Way, Way] = {}
-        self._in_dtypes: dict[torch.dtype, Linearizer] = {}
-
-    def with_options(self, options: ComputeOptions) -> Linearizer:
-        """The same model and layout, computed in another way; nothing is decided."""
-        return Linearizer(self.fn, self.layout, self.dict_key_x, options)
-
-    def in_dtype(self, dtype: torch.dtype) -> Linearizer:
-        """The same model and layout, computed in another precision."""
-        if dtype == self.dtype:
-            return self
-        if dtype not in self._in_dtypes:
-            fn = ModelFunction(self.fn.model, self.fn.names, dtype)
-            self._in_dtypes[dtype] = Linearizer(
-                fn, self.layout, self.dict_key_x, self.options
-            )
-        return self._in_dtypes[dtype]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": {}}  # compiled code is not picklable
+    fn: ModelFunction
+    layout: OutputLayout
+    dict_key_x: str
+    options: ComputeOptions
+    output_shape: tuple[int, ...]
+    example_bytes: ExampleBytes
+    example_shapes: tuple[tuple[int, ...], ...]
+    modes: Modes
+    autocast: bool = False
 
     @property
     def n_params(self) -> int:
+        """Return P."""
         return self.fn.n_params
 
     @property
     def device(self) -> torch.device:
+        """Return the model's device."""
         return self.fn.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of all results."""
+        """Return the dtype of all results."""
         return self.fn.dtype
 
-    # Decisions
-
-    @property
-    def _autocast(self) -> bool:
-        return autocast_enabled(self.device)
-
-    def modes(self, rank: int) -> Modes:
-        """Decisions so far for `rank` directions, under the current autocast state."""
-        return self._decisions.modes(self._autocast, rank)
-
-    def adopt(self, rank: int, modes: Modes) -> None:
-        """Take over decisions for `rank` directions, for example from a checkpoint."""
-        self._decisions.adopt(self._autocast, rank, modes)
-
-    def decisions(self) -> dict[str, Any]:
-        """All that was decided, in every precision, in plain types: work that goes on
-        elsewhere rounds as it did here."""
-        return {
-            "asked": self._asked,
-            **self._decisions.to_dict(),
-            "in_dtypes": {
-                str(dtype).removeprefix("torch."): other.decisions()
-                for dtype, other in self._in_dtypes.items()
-            },
-        }
-
-    def adopt_decisions(self, decisions: Mapping[str, Any]) -> None:
-        """Take over what `decisions` returned, unless something else is asked for."""
-        if decisions["asked"] == self._asked:
-            self._decisions.update(decisions)
-        for dtype, others in decisions["in_dtypes"].items():
-            self.in_dtype(getattr(torch, dtype)).adopt_decisions(others)
-
-    @property
-    def _asked(self) -> list[str]:
-        return [self.options.feature_mode.value, self.options.row_mode.value]
+    def in_dtype(self, dtype: torch.dtype) -> Linearizer:
+        """Return the same model and choice of modes, computed in another precision."""
+        if dtype == self.dtype:
+            return self
+        own, factor = self.example_bytes, dtype.itemsize / self.dtype.itemsize
+        scaled = replace(
+            own, largest=int(factor * own.largest), total=int(factor * own.total)
+        )
+        fn = ModelFunction(self.fn.model, self.fn.names, dtype)
+        return replace(self, fn=fn, example_bytes=scaled)
 
     # Outputs
 
     def outputs(self, x: Any) -> tuple[torch.Tensor, Positions]:
-        """Outputs `(B·S, C)` by a plain forward pass, and their positions."""
-        batch = self._batch(x)
-        if not batch.size:
-            positions = self._positions(batch)
-            return self._nothing(positions.n_channels), positions
-        f = self._run(batch, self.fn.prepare(self.fn.parameters(), batch.inputs))
-        positions = self.layout.of(tuple(f.shape[1:]))
-        return positions.rows(f.flatten(1).to(self.dtype)), positions
+        """Return outputs `(B·S, C)` by plain forward passes, and their positions."""
+        batch = Batch.of(x, self.dict_key_x)
+        positions, parts = self._positions(batch), []
+        for part in chunks(batch.size, self._sizes(batch).plain()):
+            parts.append(self._run(batch.take(part)).flatten(1).to(self.dtype))
+        f = torch.cat(parts) if parts else self._new(0, positions.n_values)
+        return positions.rows(f), positions
 
     def n_values(self, x: Any) -> int:
-        """How many outputs all examples of x have together, B·O."""
-        batch = self._batch(x)
-        return batch.size * self._n_outputs(batch)
+        """Return how many outputs all examples of x have together, B·O."""
+        batch = Batch.of(x, self.dict_key_x)
+        return batch.size * self._positions(batch).n_values
 
-    def probe(self, x: Any) -> Probe:
-        """Shape and memory of the output for one example of x.
+    def _run(self, batch: Batch) -> torch.Tensor:
+        """Return the model's output in its natural shape, checked."""
+        try:
+            f = self.fn(self.fn.parameters(), batch.inputs)
+            return check_outputs(f, self.layout, batch.size)
+        except Exception as error:
+            better = clearer_error(self.fn.model, batch, error, self.example_shapes)
+            if better is None:
+                raise
+            raise better from error
 
-        One forward pass for every kind of inputs: their shapes per example, their
-        dtypes, and autocast. Later calls remember it.
-        """
-        return self._probe(self._batch(x))
+    def _positions(self, batch: Batch) -> Positions:
+        """Return where the outputs of one example are; for other inputs than those of
+        the first batch by a forward pass of one of them."""
+        shape = self.output_shape
+        if batch.size and batch.example_shapes != self.example_shapes:
+            with torch.no_grad():
+                shape = self._run(batch.take(slice(0, 1))).shape[1:]
+        return self.layout.of(tuple(shape))
 
-    def sizes(self, probe: Probe) -> PassSizes:
-        """How many inputs of the kind that was probed are differentiated at once."""
-        return self._sizes(probe.activations)
+    def _new(self, *shape: int) -> torch.Tensor:
+        """Return a tensor for results, to be filled."""
+        return torch.empty(*shape, device=self.device, dtype=self.dtype)
 
-    def kept_memory(self) -> AbstractContextManager[None]:
-        """In this context what one batch frees serves the next, see `kept_memory`."""
-        return kept_memory(self._sizes(Activations(0, 0)).heap_limit)
+    # Sizes of passes
 
-    def _sizes(self, activations: Activations) -> PassSizes:
+    def parts(self, x: Any, numbers_per_output: int) -> Iterator[Any]:
+        """Yield x in parts whose results fit the budget, so many numbers for each
+        output."""
+        batch = Batch.of(x, self.dict_key_x)
+        numbers = self._positions(batch).n_values * max(1, numbers_per_output)
+        at_once = self._sizes(batch).limit // (numbers * self.dtype.itemsize)
+        if at_once >= batch.size:
+            yield x
+        else:
+            for part in chunks(batch.size, at_once):
+                yield batch.take(part).inputs
+
+    def pass_bytes(self, rank: int, n_rows: int | None = None) -> int:
+        """Return bytes of the largest pass of a fit with K directions, and of its
+        results."""
+        sizes, (examples, tangents) = self._sizes(), self._sizes().forward(rank)
+        rows = min(sizes.reverse()[0], n_rows or 2**31) * sizes.reverse_bytes()
+        numbers = examples * math.prod(self.output_shape) * rank
+        results = min(numbers * self.dtype.itemsize, sizes.limit)
+        return max(rows, examples * sizes.forward_bytes(tangents) + results)
+
+    def _sizes(self, batch: Batch | None = None) -> PassSizes:
+        """Return the sizes of passes; activations are in proportion to what the inputs
+        have of numbers."""
+        own, factor = self.example_bytes, 1.0
+        if batch is not None and batch.size:
+            factor = batch.elements / own.elements
         budget = self.options.memory_budget
         return PassSizes(
             self.n_params,
             self.dtype.itemsize,
-            activations,
-            self.device.type,
+            max(1, int(factor * own.largest)),
+            int(factor * own.total),
+            "cuda" if self.device.type == "cuda" else "cpu",
             self.options.chunk_size,
             None if budget is None else parse_bytes(budget),
         )
 
-    def _batch(self, x: Any) -> Batch:
-        return Batch.of(x, self.dict_key_x)
-
-    def _kind(self, batch: Batch) -> tuple[Any, ...]:
-        """Inputs that are alike in what a `Probe` tells."""
-        return self._autocast, batch.signature
-
-    def _probe(self, batch: Batch) -> Probe:
-        key = self._kind(batch)
-        if key not in self._probes:
-            if not batch.size:
-                return self._probe_of_nothing(batch)
-            one = batch.take(slice(0, 1)).detach()
-            finders: list[FoldFinder] = []
-
-            def watch(state: dict[str, torch.Tensor]) -> FoldFinder:
-                finders.append(FoldFinder(state))
-                return finders[-1]
-
-            run = self.fn.watched(one.inputs, watch)
-            f, activations = activation_bytes(self._run, one, run)
-            if finders[-1].batch_statistics:
-                raise ValueError(
-                    "A batch normalisation uses the statistics of the batch in "
-                    "evaluation mode, too, as with track_running_stats=False: the "
-                    "outputs of an example depend on the others in its batch, and have "
-                    "no derivative of their own. Give it running statistics, or use "
-                    "nn.GroupNorm or nn.InstanceNorm2d."
-                )
-            folds = finders[-1].folds
-            self._probes[key] = Probe(tuple(f.shape[1:]), activations, folds)
-        return self._probes[key]
-
-    def _probe_of_nothing(self, batch: Batch) -> Probe:
-        """What is known of inputs of a new kind without an example."""
-        try:
-            with torch.no_grad():
-                f = self.fn(self.fn.parameters(), batch.inputs)
-            check_outputs(f, self.layout, 0)
-            return Probe(tuple(f.shape[1:]), Activations(0, 0))
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:  # many layers refuse an empty batch
-            if self._probes:
-                return next(iter(self._probes.values()))
-            raise ValueError(
-                "The shape of the outputs of an empty batch is not known: the model "
-                f"cannot run on it ({type(error).__name__}: {error}), and it has not "
-                "seen an example yet. Call it with at least one example first."
-            ) from error
-
-    def _run(self, batch: Batch, run: Callable[[], Any]) -> torch.Tensor:
-        """The model's output in its natural shape, checked."""
-        examples = {signature for _, signature in self._probes}
-        return checked_outputs(self.fn.model, batch, run, self.layout, examples)
-
-    def _positions(self, batch: Batch) -> Positions:
-        return self.layout.of(self._probe(batch).output_shape)
-
-    def _nothing(self, *shape: int) -> torch.Tensor:
-        """Results of no example, `(0, *shape)`."""
-        return torch.zeros(0, *shape, device=self.device, dtype=self.dtype)
-
     # Rows of the Jacobian
 
     def rows(
-        self, x: Any, examples: torch.Tensor, cotangents: torch.Tensor
+        self, x: Any, examples: torch.Tensor, outputs: torch.Tensor
     ) -> torch.Tensor:
-        """cᵀJ(x) for `cotangents[m]` (O,) at example `examples[m]` of x: (m, P)."""
-        rows, filled = empty_rows(self.fn, len(examples)), 0
-        for some in self.row_chunks(x, examples, cotangents):
-            rows[filled : filled + len(some)] = some
-            filled += len(some)
+        """Return the gradients (m, P) that `row_parts` yields."""
+        rows, start = self._new(len(examples), self.n_params), 0
+        for part in self.row_parts(x, examples, outputs):
+            rows[start : start + len(part)] = part
+            start += len(part)
         return rows
 
-    def row_chunks(
+    def row_parts(
         self,
         x: Any,
         examples: torch.Tensor,
-        cotangents: torch.Tensor,
+        outputs: torch.Tensor,
         at_most: int | None = None,
-        room: Room = no_room,
     ) -> Iterator[torch.Tensor]:
-        """The same in chunks, so that never more than one of them is in memory, and
-        until the next is asked for only, unless there is `room` for it elsewhere.
+        """Yield gradients (m', P) of output `outputs[m]` of example `examples[m]` of x,
+        as many as fit into one pass and at most so many.
 
-        None has more than `at_most` rows, for receivers without room for more.
+        Each part is there only until the next one is asked for. `outputs` holds numbers
+        (m,) of outputs in the model's order, or combinations (m, O) of them.
         """
         if not len(examples):
             return
-        batch, done = self.fn.ordered(self._batch(x)).detach(), 0
-        sizes = self.sizes(self._probe(batch))
-        at_once = min(sizes.rows_at_once(), at_most or len(examples))
-        while done < len(examples):
-            rest = examples[done:], cotangents[done:]
-            try:
-                passes = self._row_passes(batch)
-                mode = self._row_mode(passes, batch, *rest, at_once)
-                for rows in passes.chunks(mode, batch, *rest, at_once, room):
-                    done += len(rows)
-                    yield rows
-            except FoldingError as error:
-                self._unfold(batch, error)
-
-    def _row_passes(self, batch: Batch) -> RowPasses:
-        probe = self._probe(batch)
-        return RowPasses(
-            self.fn, self._folded(probe), self.sizes(probe), self.options.row_mode
-        )
-
-    def _row_mode(
-        self,
-        passes: RowPasses,
-        batch: Batch,
-        examples: torch.Tensor,
-        cotangents: torch.Tensor,
-        at_once: int,
-    ) -> RowMode:
-        """The fastest way that works, found out once; what is folded is checked once
-        for every kind of inputs."""
-        modes, autocast = self._decisions.rows, self._autocast
-        if autocast not in modes:
-            modes[autocast] = passes.fastest(batch, examples, cotangents, at_once)
-            logger.info("rows of the Jacobian by %s", modes[autocast].value)
-        mode = modes[autocast]
-        key = (self._kind(batch), mode)
-        if passes.folds(mode) and key not in self._checked:
-            if not passes.agree(mode, batch, cotangents.shape[-1]):
-                modes.pop(autocast)  # it may be one that works in this way only
-                raise FoldingError("gradients of one example come out differently.")
-            self._checked.add(key)
-        return mode
+        batch = self._ordered(Batch.of(x, self.dict_key_x)).detach()
+        ready = self._decided(batch)
+        n_outputs = self._positions(batch).n_values
+        mode, own = ready.modes.rows, None
+        assert mode is not None
+        n_rows = 1 if mode in (RowMode.VMAP, RowMode.LOOP) else n_outputs
+        at_once, _ = self._sizes(batch).reverse(n_rows)
+        at_once = min(at_once, at_most or at_once, len(examples))
+        numbers = torch.arange(n_outputs, device=self.device)
+        for part in chunks(len(examples), at_once):
+            cotangents = outputs[part].to(self.device)
+            if outputs.ndim == 1:
+                cotangents = (cotangents.unsqueeze(1) == numbers).to(self.dtype)
+            own = self._new(at_once, self.n_params) if own is None else own
+            out, few = own[: len(cotangents)], examples[part].to(self.device)
+            with differentiable_kernels():
+                yield ROWS[mode](self.fn, batch, few, cotangents, out)
 
     def project(
         self, x: Any, cotangents: torch.Tensor, directions: torch.Tensor
     ) -> torch.Tensor:
-        """cᵀJ(x)V (B, n, K) for n cotangents per example (B, n, O), without keeping
-        the gradients."""
+        """Return cᵀJ(x)V (B, n, K) for n cotangents per example (B, n, O), without
+        keeping the gradients."""
         B, n, _ = cotangents.shape
-        if not B * n:
-            return self._nothing(n, len(directions))
         examples = torch.arange(B, device=cotangents.device).repeat_interleave(n)
-        V = directions.T.to(self.device, self.dtype)  # once, not per chunk
-        parts = []
-        for rows in self.row_chunks(x, examples, cotangents.flatten(0, 1)):
+        V, start = directions.to(self.device, self.dtype), 0  # once, not per chunk
+        phi = self._new(B * n, len(directions))
+        for rows in self.row_parts(x, examples, cotangents.flatten(0, 1)):
             with full_precision(self.device):
-                parts.append(rows @ V)
-        return torch.cat(parts).unflatten(0, (B, n))
+                phi[start : start + len(rows)] = rows @ V.T
+            start += len(rows)
+        return phi.unflatten(0, (B, n))
 
-    # Jacobians
+    def _ordered(self, batch: Batch) -> Batch:
+        """Return the same inputs, in memory as the weights want them.
+
+        Images that were turned from (H, W, C) keep their order in memory, and with it
+        all activations; ResNet-20's features in reverse mode take a fifth longer.
+        """
+        for p in self.fn.model.parameters():
+            if p.ndim > 3 and not p.is_contiguous():
+                return batch
+        return batch.contiguous()
+
+    # Jacobians and features
 
     def jacobian(
         self, x: Any, create_graph: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, Positions]:
-        """Outputs (B, O), J(x) (B, O, P) in the model's order, and the positions.
+        """Return outputs (B, O), J(x) (B, O, P) in the model's order, and positions.
 
         The result has B·O·P numbers; the passes that make it are bounded.
         """
         create_graph = create_graph and torch.is_grad_enabled()
-        batch = self._batch(x)
-        positions = self._positions(batch)
-        n_outputs, P = self._n_outputs(batch), self.n_params
-        if not batch.size:
-            return self._nothing(n_outputs), self._nothing(n_outputs, P), positions
+        batch = Batch.of(x, self.dict_key_x)
+        ready, positions = self._decided(batch), self._positions(batch)
         self._check_result(
-            f"Jacobians of {batch.size} examples", batch.size * n_outputs * P
+            f"Jacobians of {batch.size} examples",
+            batch.size * positions.n_values * self.n_params,
         )
-        passes = self._jacobian_passes(batch, Selection(positions))
-        mode = self._jacobian_mode(batch)
-        parts = [
-            passes.whole(mode, part, create_graph)
-            for part in passes.example_parts(batch)
-        ]
-        f, J = zip(*parts, strict=True)
-        return torch.cat(f), J[0] if len(J) == 1 else torch.cat(J), positions
+        f, J = ready._reverse(batch, positions, None, None, create_graph)
+        return f, J, positions
 
-    def jacobian_chunks(
-        self, x: Any
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Positions]]:
-        """The same of as many examples at a time as one pass takes."""
-        batch = self._batch(x)
-        passes = self._jacobian_passes(batch, Selection(self._positions(batch)))
-        for part in passes.example_parts(batch):
-            yield self.jacobian(part.inputs)
+    def features(
+        self,
+        x: Any,
+        directions: torch.Tensor,
+        create_graph: bool = False,
+        top: int | None = None,
+    ) -> Features:
+        """Return outputs and features J(x)V for directions Vᵀ (K, P); with `top`,
+        features of so many outputs at each position, the largest ones."""
+        create_graph = create_graph and torch.is_grad_enabled()
+        batch, K = Batch.of(x, self.dict_key_x), len(directions)
+        ready, positions = self._decided(batch, K), self._positions(batch)
+        top = None if top is None or top >= positions.n_channels else top
+        mode, few = ready.modes.features, positions.n_positions * (top or 0)
+        if top is not None and CLEAR_RATIO * (2 * few + 1) < 2 * K + 1:
+            mode = FeatureMode.REVERSE  # it was decided for all outputs
+        if mode is FeatureMode.REVERSE or not batch.size:
+            f, phi = ready._reverse(batch, positions, top, directions, create_graph)
+        else:
+            f, phi = ready._forward(batch, positions, directions, create_graph)
+        f = positions.rows(f)
+        if top is None:
+            return Features(f, positions.rows(phi), positions)
+        outputs = largest(f, top)
+        if mode is FeatureMode.REVERSE or not batch.size:
+            phi = phi.unflatten(1, (-1, top)).flatten(0, 1)
+        else:  # the other ways have the features of all outputs anyhow
+            phi = positions.rows(phi).take_along_dim(outputs.unsqueeze(-1), 1)
+        return Features(f, phi, positions, outputs=outputs)
 
-    def pull_back(self, x: Any, cotangents: torch.Tensor) -> torch.Tensor:
-        """uᵀJ(x) summed over the batch, (n, P), for cotangents (B, O, n)."""
+    def _forward(
+        self,
+        batch: Batch,
+        positions: Positions,
+        directions: torch.Tensor,
+        create_graph: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs (B, O) and features (B, O, K), tangents and examples in as
+        many passes as it takes."""
+        assert self.modes.features is not None
+        together, K = self.modes.together, len(directions)
+        way = FEATURES[self.modes.features, together]
+        at_once, tangents = self._sizes(batch).forward(K)
+        if self.modes.features is not FeatureMode.FORWARD or not together:
+            at_once, _ = self._sizes(batch).forward(1)
+        if directions.device != self.device:
+            tangents = OFFLOADED_BLOCK
+        f = self._new(batch.size, positions.n_values)
+        phi = self._new(batch.size, positions.n_values, K)
         with differentiable_kernels():
-            return pull_back(self.fn, x, lambda _: cotangents.unbind(-1))[1]
+            for block in chunks(K, tangents):
+                V = directions[block].to(self.device, self.dtype)
+                pieces = self.fn.split(V)
+                for part in chunks(batch.size, at_once):
+                    some = batch.take(part)
+                    f[part], phi[part, :, block] = way(
+                        self.fn, some, pieces, create_graph
+                    )
+        return f, phi
 
-    def _n_outputs(self, batch: Batch) -> int:
-        """O, the number of outputs of one example."""
-        return math.prod(self._probe(batch).output_shape)
+    def _reverse(
+        self,
+        batch: Batch,
+        positions: Positions,
+        top: int | None,
+        directions: torch.Tensor | None,
+        create_graph: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs (B, O), and rows (B, o, P) or features (B, o, K) of all
+        outputs, or of the `top` ones position by position."""
+        assert self.modes.jacobians is not None
+        n = positions.n_positions * (top or positions.n_channels)
+        tangents, width = None, self.n_params
+        if directions is not None:
+            tangents = self.fn.split(directions.to(self.device, self.dtype))
+            width = len(directions)
+        f = self._new(batch.size, positions.n_values)
+        result = self._new(batch.size, n, width)
+        at_once, outputs = self._sizes(batch).reverse(n)
+        way, numbers = JACOBIANS[self.modes.jacobians], torch.arange(n)
+        with differentiable_kernels():
+            for part in chunks(batch.size, at_once):
+                some = self._ordered(batch.take(part))
+                for block in chunks(n, outputs):
+                    units = self._units(numbers[block], positions, top)
+                    f[part], result[part, block] = way(
+                        self.fn, some, units, tangents, create_graph
+                    )
+        return f, result
 
-    def _jacobian_passes(self, batch: Batch, selection: Selection) -> JacobianPasses:
-        sizes = self.sizes(self._probe(batch))
-        return JacobianPasses(self.fn, sizes, selection, self.options.row_mode)
+    def _units(
+        self, numbers: torch.Tensor, positions: Positions, top: int | None
+    ) -> Cotangents:
+        """Return what makes cotangents that select the outputs of these numbers."""
+        return partial(
+            unit_vectors,
+            numbers=numbers.to(self.device),
+            positions=positions,
+            top=top,
+            dtype=self.dtype,
+        )
 
-    def _jacobian_mode(self, batch: Batch) -> RowMode:
-        """The fastest way that works, found out once with all outputs."""
-        modes, autocast = self._decisions.jacobians, self._autocast
-        if autocast not in modes:
-            everything = Selection(self._positions(batch))
-            passes = self._jacobian_passes(batch, everything)
-            modes[autocast] = passes.fastest(batch.detach())
-            logger.info("Jacobians by %s", modes[autocast].value)
-        return modes[autocast]
+    # Features and residuals
+
+    def features_and_residual(
+        self,
+        x: Any,
+        directions: torch.Tensor,
+        metric: Metric | None = None,
+        span: Span | None = None,
+        create_graph: bool = False,
+        top: int | None = None,
+    ) -> Features:
+        """Return outputs, features and what lies outside the basis, by reverse mode.
+
+        Parameters
+        ----------
+        directions : torch.Tensor
+            Vᵀ `(K, P)`, orthonormal rows
+        metric : Metric, optional
+            in which gradients are measured, see `split_gradients`
+        span : Span, optional
+            outside of which there is a part that is asked for as well, at each level
+        create_graph : bool
+            whether the result can be differentiated in x
+        top : int, optional
+            of so many outputs at each position only, the largest ones
+        """
+        create_graph = create_graph and torch.is_grad_enabled()
+        batch = Batch.of(x, self.dict_key_x)
+        ready, positions = self._decided(batch), self._positions(batch)
+        top = None if top is None or top >= positions.n_channels else top
+        S, c, K = positions.n_positions, top or positions.n_channels, len(directions)
+        self._check_result(
+            f"The residuals (C, C) of C={c} outputs at {batch.size * S} positions",
+            batch.size * S * c * c,
+        )
+        directions = directions.to(self.device, self.dtype)  # once, not per chunk
+        split = partial(
+            split_gradients, directions=directions, metric=metric, span=span
+        )
+        n_levels = 0 if span is None else len(span.ranks)
+        f = self._new(batch.size, positions.n_values)
+        phi = self._new(batch.size * S, c, K)
+        products = self._new(1 + n_levels, batch.size * S, c, c)
+        numbers = torch.arange(S * c).unflatten(0, (S, c))
+        if top is None:
+            numbers = positions.rows(torch.arange(S * c).unsqueeze(0))
+        at_once, outputs = self._sizes(batch).reverse(S * c)
+        assert ready.modes.jacobians is not None
+        way = JACOBIANS[ready.modes.jacobians]
+        with differentiable_kernels():
+            for part in chunks(batch.size, at_once):
+                some = self._ordered(batch.take(part))
+
+                def rows_of(
+                    numbers: torch.Tensor, some: Batch = some, part: slice = part
+                ) -> torch.Tensor:
+                    """Return rows (b, o, P) of some outputs, and keep f."""
+                    units = self._units(numbers, positions, top)
+                    f[part], J = way(self.fn, some, units, None, create_graph)
+                    return J
+
+                at = slice(part.start * S, part.stop * S)
+                fill_residuals(
+                    rows_of, split, numbers, outputs, phi[at], products[:, at]
+                )
+        f = positions.rows(f)
+        return Features(
+            f,
+            phi,
+            positions,
+            products[0],
+            products[1:].transpose(0, 1) if n_levels else None,
+            None if top is None else largest(f, top),
+        )
 
     def _check_result(self, what: str, numbers: int) -> None:
         """Refuse a result that cannot fit, before anything is computed."""
@@ -420,159 +505,73 @@ class Linearizer:
                 "needs no kernel), or raise memory_budget."
             )
 
-    # Features
+    # Decisions
 
-    def features(
-        self,
-        x: Any,
-        directions: torch.Tensor,
-        create_graph: bool = False,
-        top: int | None = None,
-    ) -> Features:
-        """Outputs and features J(x)V for directions Vᵀ (K, P); with `top`, features of
-        so many outputs at each position, the largest ones.
+    def _decided(self, batch: Batch, rank: int = 1) -> Linearizer:
+        """Return this linearizer; where nothing was decided, or not in this precision,
+        one that has decided on these inputs."""
+        decided = self.modes.features is not None and self.modes.jacobians is not None
+        if not batch.size or (
+            decided and self.autocast == autocast_enabled(self.device)
+        ):
+            return self
+        return self.decide(batch.inputs, rank)
 
-        Directions that live on another device are fetched in blocks.
-        """
-        create_graph = create_graph and torch.is_grad_enabled()
-        batch = self._batch(x)
-        positions = self._positions(batch)
-        selection = Selection(positions, top)
-        if not batch.size:
-            f = self._nothing(positions.n_channels)
-            phi = self._nothing(selection.n_channels, len(directions))
-            return Features(f, phi, positions, outputs=selection.channels(f))
-        passes = self._passes(batch, selection)
+    def decide(self, x: Any, rank: int) -> Linearizer:
+        """Return the same with the fastest modes for K directions, tried on x."""
+        batch = self._ordered(Batch.of(x, self.dict_key_x)).detach()
+        n_outputs, sizes = self._positions(batch).n_values, self._sizes(batch)
+        modes = choose_modes(self.fn, sizes, batch, n_outputs, self.options, rank)
+        return replace(self, modes=modes, autocast=autocast_enabled(self.device))
+
+
+def linearize(
+    fn: ModelFunction,
+    layout: OutputLayout,
+    dict_key_x: str,
+    options: ComputeOptions,
+    x_first: Any,
+    rank: int | None = None,
+) -> Linearizer:
+    """Return the linearisation of a model for inputs like those of a first batch.
+
+    The model runs once on one example, which tells the shape of its outputs and what
+    memory it takes. With the rank K all ways are tried and the fastest are kept;
+    without it nothing is differentiated, which is enough for estimates of memory.
+    """
+    for module in fn.model.modules():
+        if (
+            isinstance(module, nn.modules.batchnorm._BatchNorm)
+            and module.running_mean is None
+        ):
+            raise ValueError(
+                "A batch normalisation uses the statistics of the batch in "
+                "evaluation mode, too, as with track_running_stats=False: the "
+                "outputs of an example depend on the others in its batch, and have "
+                "no derivative of their own. Give it running statistics, or use "
+                "nn.GroupNorm or nn.InstanceNorm2d."
+            )
+    batch = Batch.of(x_first, dict_key_x)
+    nothing = ExampleBytes(0, 0, batch.elements)
+    linearizer = Linearizer(fn, layout, dict_key_x, options, (), nothing, (), Modes())
+    one = batch.take(slice(0, 1)).detach()
+    with torch.no_grad(), _Allocations() as counted:
         try:
-            mode, together = self._feature_mode(passes, batch, directions)
-            self._check_folded(passes, mode, together, batch, directions)
-            f, phi = passes.run(mode, together, batch, directions, create_graph)
-        except FoldingError as error:
-            self._unfold(batch, error)
-            return self.features(x, directions, create_graph, top)
-        f = positions.rows(f)
-        outputs = selection.channels(f)
-        if mode is FeatureMode.REVERSE or outputs is None:
-            return Features(f, selection.rows(phi), positions, outputs=outputs)
-        # The other ways have the features of all outputs anyhow.
-        phi = positions.rows(phi).take_along_dim(outputs.unsqueeze(-1), 1)
-        return Features(f, phi, positions, outputs=outputs)
-
-    def _mode_key(
-        self, passes: FeaturePasses, directions: torch.Tensor
-    ) -> tuple[bool, int, int | None]:
-        return self._autocast, len(directions), passes.selection.limit
-
-    def _feature_mode(
-        self, passes: FeaturePasses, batch: Batch, directions: torch.Tensor
-    ) -> tuple[FeatureMode, bool]:
-        """The fastest way that works, found out once."""
-        key, modes = self._mode_key(passes, directions), self._decisions.features
-        if key not in modes:
-            modes[key] = passes.fastest(batch.detach(), directions)
-            logger.info("features by %s", modes[key][0].value)
-        return modes[key]
-
-    def _passes(self, batch: Batch, selection: Selection) -> FeaturePasses:
-        probe = self._probe(batch)
-        return FeaturePasses(
-            self.fn,
-            self._folded(probe),
-            self.sizes(probe),
-            selection,
-            self.options,
-            self._compiled,
-        )
-
-    def _folded(self, probe: Probe) -> FoldedFunction | None:
-        may = probe.folds and self._may_fold()
-        return FoldedFunction(self.fn, probe.folds) if may else None
-
-    def _unfold(self, batch: Batch, error: FoldingError) -> None:
-        """Inputs of this kind are not folded any more."""
-        logger.info("normalisations are not folded: %s", error)
-        self._probes[self._kind(batch)] = replace(self._probe(batch), folds=())
-
-    def _may_fold(self) -> bool:
-        """In low precision folded weights would be those of another model."""
-        model = self.fn.model
-        tensors = (*model.parameters(), *model.buffers())
-        dtypes = {t.dtype for t in tensors if t.is_floating_point()}
-        own = self.fn.asked_dtype is not None or dtypes == {self.dtype}
-        return own and not self._autocast
-
-    def _check_folded(
-        self,
-        passes: FeaturePasses,
-        mode: FeatureMode,
-        together: bool,
-        batch: Batch,
-        directions: torch.Tensor,
-    ) -> None:
-        """Compare folded features with others, once for every kind of inputs."""
-        key = (self._kind(batch), mode, together)
-        if passes.folds(mode, together) and key not in self._checked:
-            if not passes.agree(mode, together, batch, directions):
-                # The mode may be one that works in this way only.
-                self._decisions.features.pop(self._mode_key(passes, directions))
-                raise FoldingError("features of one example come out differently.")
-            self._checked.add(key)
-
-    # Features and residuals
-
-    def features_and_residual(
-        self,
-        x: Any,
-        directions: torch.Tensor,
-        metric: Metric | None = None,
-        create_graph: bool = False,
-        span: Span | None = None,
-        top: int | None = None,
-    ) -> Features:
-        """Outputs, features and what lies outside the basis, by reverse mode.
-
-        Parameters
-        ----------
-        directions : torch.Tensor
-            Vᵀ `(K, P)`, orthonormal rows
-        metric : Metric, optional
-            in which gradients are measured, see `split_gradients`
-        create_graph : bool
-            whether the result can be differentiated in x
-        span : Span, optional
-            outside of which there is a part that is asked for as well, at each level
-        top : int, optional
-            of so many outputs at each position only, the largest ones
-        """
-        create_graph = create_graph and torch.is_grad_enabled()
-        batch = self._batch(x)
-        positions = self._positions(batch)
-        selection = Selection(positions, top)
-        S, c, K = positions.n_positions, selection.n_channels, len(directions)
-        if not batch.size:
-            f, phi = self._nothing(positions.n_channels), self._nothing(c, K)
-            nothing = self._nothing(c, c)
-            n_levels = 0 if span is None else len(span.ranks)
-            unseen = None if span is None else self._nothing(n_levels, c, c)
-            outputs = selection.channels(f)
-            return Features(f, phi, positions, nothing, unseen, outputs)
-        self._check_result(
-            f"The residuals (C, C) of C={c} outputs at {batch.size * S} positions",
-            batch.size * S * c * c,
-        )
-        directions = directions.to(self.device, self.dtype)  # once, not per chunk
-        split = partial(
-            split_gradients, directions=directions, metric=metric, span=span
-        )
-        passes = self._jacobian_passes(batch, selection)
-        mode = self._jacobian_mode(batch)
-        parts = []
-        for part in passes.example_parts(batch):
-            rows_of = partial(passes.run, mode, part, create_graph=create_graph)
-            parts += residual_parts(rows_of, split, selection, passes.outputs_at_once)
-        f, phi, residual, *unseen = (
-            torch.cat(tensors) for tensors in zip(*parts, strict=True)
-        )
-        unseen = torch.stack(unseen, 1) if unseen else None
-        outputs = selection.channels(f)
-        return Features(f, phi, positions, residual, unseen, outputs)
+            f = linearizer._run(one)
+        except (torch.cuda.OutOfMemoryError, TypeError):
+            raise
+        except Exception as error:
+            if batch.size:
+                raise
+            raise ValueError(  # many layers refuse an empty batch
+                "The shape of the outputs of an empty batch is not known: the model "
+                f"cannot run on it ({type(error).__name__}: {error}), and it has not "
+                "seen an example yet. Call it with at least one example first."
+            ) from error
+    linearizer = replace(
+        linearizer,
+        output_shape=tuple(f.shape[1:]),
+        example_bytes=ExampleBytes(counted.largest, counted.total, batch.elements),
+        example_shapes=batch.example_shapes,
+    )
+    return linearizer if rank is None else linearizer._decided(batch, rank)

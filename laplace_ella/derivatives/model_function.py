@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,13 +11,19 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from laplace_ella.support.batches import Batch, has_values, map_tensors
+from laplace_ella.support.batches import Batch, map_tensors
 
-__all__ = ["ModelFunction", "matching_names", "refuse_sharded", "unwrap"]
+__all__ = [
+    "ModelFunction",
+    "clearer_error",
+    "matching_names",
+    "refuse_sharded",
+    "unwrap",
+]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module below `torch.compile` and `DataParallel` wrappers.
+    """Return the module below `torch.compile` and `DataParallel` wrappers.
 
     Their parameters are the wrapped module's own; function transforms need the
     module itself.
@@ -26,6 +32,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
             continue
+        # A private name of torch.compile's wrapper, which has no public one.
         compiled = getattr(model, "_orig_mod", None)
         if not isinstance(compiled, nn.Module):
             return model
@@ -52,7 +59,7 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 def matching_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """The names that are, or match, one of the patterns, in their own order."""
+    """Return the names that are, or match, one of the patterns, in their own order."""
     patterns = patterns if isinstance(patterns, str) else list(patterns)
     if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
@@ -92,151 +99,79 @@ class ModelFunction:
         self.names = tuple(names)
         self.asked_dtype = dtype
 
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """Return the current values, detached; they share the model's memory unless
+        they are converted to another dtype."""
+        named = dict(self.model.named_parameters())
+        return tuple([self._cast(named[name].detach()) for name in self.names])
+
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of rows, features and basis: the parameters', float32 at least."""
-        dtype = torch.float32
-        for p in self._chosen():
-            dtype = torch.promote_types(dtype, self.asked_dtype or p.dtype)
+        """Return the dtype of rows, features and basis: the parameters', float32 at
+        least."""
+        dtype, named = torch.float32, dict(self.model.named_parameters())
+        for name in self.names:
+            own = self.asked_dtype or named[name].dtype
+            dtype = torch.promote_types(dtype, own)
         return dtype
 
     @property
     def device(self) -> torch.device:
+        """Return the model's device."""
         return next(self.model.parameters()).device
 
-    @property
-    def has_values(self) -> bool:
-        """Not so for fake tensors, with which only shapes are computed."""
-        return has_values(next(self.model.parameters()))
-
-    def parameters(self) -> tuple[torch.Tensor, ...]:
-        """The current values, detached; without another dtype they share memory."""
-        return tuple(self._cast(p.detach()) for p in self._chosen())
-
-    def flat(self) -> torch.Tensor:
-        """The current values as one vector `(P,)`."""
-        # reshape, not view: parameters may be transposed or channels_last
-        return torch.cat([p.reshape(-1) for p in self.parameters()])
-
-    def shapes(self) -> list[torch.Size]:
-        return [p.shape for p in self._chosen()]
-
     def numels(self) -> list[int]:
-        return [shape.numel() for shape in self.shapes()]
+        """Return the number of entries of each of the parameters."""
+        named = dict(self.model.named_parameters())
+        return [named[name].numel() for name in self.names]
 
     @property
     def n_params(self) -> int:
-        """P, of the model's own parameters."""
-        return sum(p.numel() for p in self._chosen())
+        """Return P."""
+        return sum(self.numels())
+
+    def flat(self) -> torch.Tensor:
+        """Return the current values as one vector `(P,)`."""
+        # reshape, not view: parameters may be transposed or channels_last
+        return torch.cat([p.reshape(-1) for p in self.parameters()])
 
     def split(self, vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Vectors `(..., P)` as parameters `(..., *shape)`; views where possible."""
-        shapes = self.shapes()
-        pieces = vectors.split([shape.numel() for shape in shapes], dim=-1)
-        return tuple(
-            piece.reshape(*vectors.shape[:-1], *shape)
-            for piece, shape in zip(pieces, shapes, strict=True)
-        )
-
-    def push(self, directions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Directions `(K, P)` as changes of what this is a function of,
-        `(K, *shape)` each."""
-        return self.split(directions)
-
-    def pull(self, gradients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """The transpose of `push`: gradients `(m, *shape)` with respect to what this is
-        a function of, as rows `(m, P)` of the model's own parameters."""
-        for piece, gradient in zip(self.split(out), gradients, strict=True):
-            # As they are: flattened, those that are transposed would be copied twice.
-            piece.copy_(gradient)
-
-    def ordered(self, batch: Batch) -> Batch:
-        """The same inputs, for gradients: in memory as the weights want them.
-
-        Images that were turned from (H, W, C) keep their order in memory, and with it
-        all activations; ResNet-20's features in reverse mode take a fifth longer.
-        """
-        weights = (p for p in self.model.parameters() if p.ndim > 3)
-        channels_last = any(not p.is_contiguous() for p in weights)
-        return batch if channels_last else batch.contiguous()
+        """Return vectors `(..., P)` as parameters `(..., *shape)`; views where
+        possible."""
+        named, pieces, start = dict(self.model.named_parameters()), [], 0
+        for name in self.names:
+            p = named[name]
+            piece = vectors[..., start : start + p.numel()]
+            pieces.append(piece.reshape(*vectors.shape[:-1], *p.shape))
+            start += p.numel()
+        return tuple(pieces)
 
     def __call__(
         self, params: Sequence[torch.Tensor], x: Any, **kwargs: Any
     ) -> torch.Tensor:
-        return self.prepare(params, x, **kwargs)()
-
-    def prepare(
-        self, params: Sequence[torch.Tensor], x: Any, **kwargs: Any
-    ) -> Callable[[], torch.Tensor]:
-        """The same in two steps: copy what the model may write to, then call it."""
-        return self._prepared(dict(zip(self.names, params, strict=True)), x, kwargs)
-
-    def watched(
-        self, x: Any, watch: Callable[[dict[str, torch.Tensor]], AbstractContextManager]
-    ) -> Callable[[], torch.Tensor]:
-        """`prepare` with the current parameters, for a call in a context that knows
-        the model's tensors by name."""
-        chosen = dict(zip(self.names, self.parameters(), strict=True))
-        return self._prepared(chosen, x, {}, watch)
-
-    def _prepared(
-        self,
-        chosen: dict[str, torch.Tensor],
-        x: Any,
-        kwargs: dict[str, Any],
-        context: Callable[
-            [dict[str, torch.Tensor]], AbstractContextManager
-        ] = nullcontext,
-    ) -> Callable[[], torch.Tensor]:
+        """Return the outputs `(B, ...)` with these parameters in place of the model's
+        own."""
         # Copies, made inside any transform: a forward pass may count in place. The
         # inputs are copied always: they are small beside the activations.
-        buffers = {name: self._copy(b) for name, b in self.model.named_buffers()}
         x, kwargs = map_tensors(self._copy, x), map_tensors(self._copy, kwargs)
-        state = {**buffers, **self._others(chosen), **chosen}
-        everywhere = {name: state[first] for name, first in self._first_names().items()}
-
-        def run() -> torch.Tensor:
-            with context(state):
-                # By `tie_weights` a module that occurs twice would lose its parameters.
-                f = functional_call(
-                    self.model, everywhere, (x,), kwargs, tie_weights=False
-                )
-            return f if isinstance(f, torch.Tensor) else getattr(f, "logits", f)
-
-        return run
-
-    def _first_names(self) -> dict[str, str]:
-        """Of every parameter and buffer of every module, the name under which `state`
-        has it: modules may share them, and occur in several places."""
-        first: dict[int, str] = {}
-        names: dict[str, str] = {}
-        modules = list(self.model.named_modules())  # each module once
-        # Parameters first: a buffer of another module may be one of them.
-        tables = [(prefix, module._parameters) for prefix, module in modules]
-        tables += [(prefix, module._buffers) for prefix, module in modules]
-        for prefix, tensors in tables:
-            for own, tensor in tensors.items():
-                if tensor is not None:
-                    name = f"{prefix}.{own}" if prefix else own
-                    names[name] = first.setdefault(id(tensor), name)
-        return names
-
-    def constants(self) -> dict[str, torch.Tensor]:
-        """All tensors of the model but the P parameters, by name."""
-        buffers = {name: self._cast(b) for name, b in self.model.named_buffers()}
-        return {**buffers, **self._others(self.names)}
-
-    def _others(self, chosen: Container[str]) -> dict[str, torch.Tensor]:
-        # Detached, so that no graph is built through the layers below them.
-        return {
-            name: self._cast(p.detach())
-            for name, p in self.model.named_parameters()
-            if name not in chosen
-        }
-
-    def _chosen(self) -> list[nn.Parameter]:
-        named = dict(self.model.named_parameters())
-        return [named[name] for name in self.names]
+        state: dict[str, Any] = dict(zip(self.names, params, strict=True))
+        for name, p in self.model.named_parameters():
+            if name not in state:  # detached: no graph through the layers below
+                state[name] = self._cast(p.detach())
+        for name, buffer in self.model.named_buffers():
+            state.setdefault(name, self._copy(buffer))
+        # Modules may share tensors and occur in several places: by `tie_weights` a
+        # module that occurs twice would lose its parameters, so that every name of a
+        # tensor is given. Parameters first: a buffer elsewhere may be one of them.
+        first: dict[int, Any] = {}
+        for kind in ("_parameters", "_buffers"):  # the public iterators skip repeats
+            for prefix, module in self.model.named_modules():
+                for own, tensor in getattr(module, kind).items():
+                    if tensor is not None:
+                        name = f"{prefix}.{own}" if prefix else own
+                        state[name] = first.setdefault(id(tensor), state.get(name))
+        f = functional_call(self.model, state, (x,), kwargs, tie_weights=False)
+        return f if isinstance(f, torch.Tensor) else getattr(f, "logits", f)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         floating = tensor.is_floating_point()
@@ -245,3 +180,56 @@ class ModelFunction:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         cast = self._cast(tensor)
         return cast.clone() if cast is tensor else cast
+
+
+def clearer_error(
+    model: nn.Module,
+    batch: Batch,
+    error: Exception,
+    known: tuple[tuple[int, ...], ...],
+) -> Exception | None:
+    """Return a clearer error, where the inputs and not the model are at fault.
+
+    `known` has the shapes of one example on which the model ran before.
+    """
+    x = batch.template
+    if isinstance(x, Mapping) and _takes_keywords(model, x, error):
+        return TypeError(
+            "The model was called with the whole mapping as its one argument and "
+            f"raised {type(error).__name__}: {error}. It seems to take the entries "
+            f"{sorted(map(str, x))} as keywords. Wrap it: a torch.nn.Module that "
+            "holds it as self.hf, whose forward(self, batch) returns "
+            "self.hf(**batch).logits (without the labels, if there are any)."
+        )
+    if isinstance(x, Mapping) and isinstance(error, (TypeError, AttributeError)):
+        return TypeError(
+            "The model was called with the whole mapping as its one argument and "
+            f"raised {type(error).__name__}: {error}. If it takes a tensor, wrap it: a "
+            "torch.nn.Module that holds it as self.net, whose forward(self, batch) "
+            f"returns self.net(batch[{str(next(iter(x), 'input_ids'))!r}])."
+        )
+    whole = tuple(tuple(t.shape) for t in batch.tensors)
+    if whole == known:
+        return ValueError(
+            f"Inputs of shape {', '.join(map(str, whole))} are one example of those "
+            "that the model saw before, without a batch dimension: pass "
+            f"x.unsqueeze(0). The model raised {type(error).__name__}: {error}"
+        )
+    if batch.tensors and all(t.ndim < 2 for t in batch.tensors):
+        return ValueError(
+            "The inputs have no other dimension than the batch. If they were meant "
+            "as one example, pass x.unsqueeze(0). With one number per example the "
+            f"model raised {type(error).__name__}: {error}"
+        )
+    return None
+
+
+def _takes_keywords(model: nn.Module, x: Mapping[str, Any], error: Exception) -> bool:
+    """Return whether the model wants the entries of a mapping, not the mapping."""
+    if isinstance(error, AttributeError) and not str(error):  # of Hugging Face
+        return True
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(key in parameters for key in x)

@@ -1,15 +1,129 @@
-"""Which ways of differentiating were chosen for a model."""
+"""What a user may ask of the computation of derivatives, and what was chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any
 
-from laplace_ella.derivatives.features import FeatureMode
-from laplace_ella.derivatives.rows import RowMode
+import torch
 
-__all__ = ["Decisions", "Modes"]
+from laplace_ella.support.checks import member, positive_int
+from laplace_ella.support.memory import parse_bytes
+
+__all__ = ["ComputeOptions", "FeatureMode", "Modes", "RowMode"]
+
+
+class FeatureMode(str, Enum):
+    """Ways to compute the features of B examples; costs in forward passes.
+
+    Examples
+    --------
+    >>> from laplace_ella import ComputeOptions
+    >>> ComputeOptions(feature_mode="reverse").feature_mode.name
+    'REVERSE'
+    """
+
+    AUTO = "auto"
+    """Decide once, at fit: by cost, and by a measurement where the costs are close."""
+
+    FORWARD = "forward"
+    """Forward-mode AD: about 2K + 1 passes, whatever C. Best for many outputs."""
+
+    REVERSE = "reverse"
+    """Rows of the Jacobian times V: about 2C + 1 passes and a product of C·P·K
+    multiplications. Best for few outputs and large K."""
+
+    DOUBLE_REVERSE = "double_vjp"
+    """The derivative of a vector-Jacobian product: about 3K + 2 passes. For models
+    with operators that have no forward-mode derivative (LSTM, weight_norm)."""
+
+
+class RowMode(str, Enum):
+    """How the gradients of B examples are taken; every way gives the same rows.
+
+    Examples
+    --------
+    >>> from laplace_ella import ComputeOptions
+    >>> ComputeOptions(row_mode="loop").row_mode.name
+    'LOOP'
+    """
+
+    AUTO = "auto"
+    """Try `vmap` and `loop` on one batch and keep the fastest that works."""
+
+    VMAP = "vmap"
+    """`vmap(grad)`: one batched backward pass. Grouped convolutions may be slow."""
+
+    LOOP = "loop"
+    """One backward pass per row. Works for every model autograd works for."""
+
+    BACKPACK = "backpack"
+    """Jacobians by laplace-torch's `BackPackGGN`, for the layers that BackPACK knows:
+    C backward passes for all rows of an example."""
+
+    ASDL = "asdl"
+    """The same by laplace-torch's `AsdlGGN`."""
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """How derivatives are computed and where their results are kept.
+
+    Strings are accepted for modes and devices, and become what they name.
+
+    Attributes
+    ----------
+    feature_mode : FeatureMode
+        direction of differentiation of the features
+    row_mode : RowMode
+        how the gradients of single outputs are taken
+    chunk_size : int, optional
+        examples that are differentiated at once; chosen by the network if None
+    memory_budget : int, float or str, optional
+        bytes, or a text like "8 GB", that may be used; a share of what is free if None
+    basis_dtype : torch.dtype, optional
+        precision of the directions; that of the gradients if None
+    basis_device : torch.device, optional
+        where the directions are kept; the model's device if None
+
+    Examples
+    --------
+    >>> from laplace_ella import ComputeOptions
+    >>> options = ComputeOptions(feature_mode="reverse", memory_budget="8 GB")
+    >>> options.feature_mode
+    <FeatureMode.REVERSE: 'reverse'>
+    """
+
+    feature_mode: FeatureMode = FeatureMode.AUTO
+    row_mode: RowMode = RowMode.AUTO
+    chunk_size: int | None = None
+    memory_budget: int | float | str | None = None
+    basis_dtype: torch.dtype | None = None
+    basis_device: torch.device | None = None
+
+    def __post_init__(self) -> None:
+        changes: dict[str, Any] = {
+            "feature_mode": member(FeatureMode, "feature_mode", self.feature_mode),
+            "row_mode": member(RowMode, "row_mode", self.row_mode),
+        }
+        if self.chunk_size is not None:
+            changes["chunk_size"] = positive_int("chunk_size", self.chunk_size)
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget)
+        dtype = self.basis_dtype
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        ):
+            raise ValueError(
+                "basis_dtype must be a floating-point dtype such as torch.bfloat16, "
+                f"got {dtype!r}."
+            )
+        if self.basis_device is not None:
+            changes["basis_device"] = torch.device(self.basis_device)
+        for name, value in changes.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -20,12 +134,12 @@ class Modes:
     ----------
     features : FeatureMode, optional
     together : bool
-        whether all tangents, or all rows in reverse mode, go through the model in
-        one pass, not one after the other
+        whether in forward mode all tangents go through the model in one pass, not one
+        after the other
     rows : RowMode, optional
-        of gradients of single combinations of outputs
+        of gradients of single outputs
     jacobians : RowMode, optional
-        of gradients of all outputs
+        of gradients of all outputs, also for features in reverse mode
 
     Examples
     --------
@@ -49,76 +163,13 @@ class Modes:
     jacobians: RowMode | None = None
 
     def to_dict(self) -> dict[str, str | bool | None]:
-        """Plain types, for checkpoints."""
-        return {
-            "features": None if self.features is None else self.features.value,
-            "together": self.together,
-            "rows": None if self.rows is None else self.rows.value,
-            "jacobians": None if self.jacobians is None else self.jacobians.value,
-        }
+        """Return plain types, for checkpoints."""
+        plain = asdict(self)
+        return {k: v.value if isinstance(v, Enum) else v for k, v in plain.items()}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Modes:
-        """The inverse of `to_dict`."""
-        features, rows = state["features"], state["rows"]
-        jacobians = state["jacobians"]
-        return cls(
-            None if features is None else FeatureMode(features),
-            bool(state["together"]),
-            None if rows is None else RowMode(rows),
-            None if jacobians is None else RowMode(jacobians),
-        )
-
-
-@dataclass
-class Decisions:
-    """What was decided so far, each by what it depends on.
-
-    Attributes
-    ----------
-    features : dict
-        mode, and whether all goes through the model together, by autocast, the rank
-        and the number of outputs that are selected, None for all
-    rows, jacobians : dict
-        modes by autocast: under it other ways may work (`vmap`, for example, has no
-        batch normalisation of mixed precision)
-    """
-
-    features: dict[tuple[bool, int, int | None], tuple[FeatureMode, bool]] = field(
-        default_factory=dict
-    )
-    rows: dict[bool, RowMode] = field(default_factory=dict)
-    jacobians: dict[bool, RowMode] = field(default_factory=dict)
-
-    def modes(self, autocast: bool, rank: int) -> Modes:
-        """Those for `rank` directions and all outputs."""
-        features, together = self.features.get((autocast, rank, None), (None, True))
-        rows, jacobians = self.rows.get(autocast), self.jacobians.get(autocast)
-        return Modes(features, together, rows, jacobians)
-
-    def adopt(self, autocast: bool, rank: int, modes: Modes) -> None:
-        """Take over decisions for `rank` directions, for example from a checkpoint."""
-        if modes.features is not None:
-            self.features[autocast, rank, None] = modes.features, modes.together
-        if modes.rows is not None:
-            self.rows[autocast] = modes.rows
-        if modes.jacobians is not None:
-            self.jacobians[autocast] = modes.jacobians
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain types, for checkpoints."""
-        return {
-            "features": [
-                [*key, mode.value, together]
-                for key, (mode, together) in self.features.items()
-            ],
-            "rows": [[key, mode.value] for key, mode in self.rows.items()],
-            "jacobians": [[key, mode.value] for key, mode in self.jacobians.items()],
-        }
-
-    def update(self, state: Mapping[str, Any]) -> None:
-        """Take over what `to_dict` returned."""
-        for *key, mode, together in state["features"]:
-            self.features[tuple(key)] = FeatureMode(mode), together
-        self.rows |= {key: RowMode(mode) for key, mode in state["rows"]}
-        self.jacobians |= {key: RowMode(mode) for key, mode in state["jacobians"]}
+        """Return the inverse of `to_dict`."""
+        enums = {"features": FeatureMode, "rows": RowMode, "jacobians": RowMode}
+        known = {k: enums[k](state[k]) for k in enums if state[k] is not None}
+        return cls(together=bool(state["together"]), **known)

@@ -1,1 +1,1 @@
-"""From a loader to one frozen fit: sampling, curvature, stopping, checkpoints."""
+"""From a loader to a fit."""

@@ -1,118 +1,59 @@
-"""Training data as a fit sees them: a few to look at, pairs to sample, one pass.
+"""The way to the data: the batches of a loader, and which gradients make the basis.
 
-A data set with indices is sampled by index. A stream is read once, for its length and
-a reservoir of pairs, see `streams`.
+What a loader yields is what is fitted. Examples are known by their position in it, for
+every kind of loader; data sets are never indexed, and samplers never guessed about.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import IterableDataset as Iterable_
+from tqdm.auto import tqdm
 
-from laplace_ella.fitting import sampling
-from laplace_ella.fitting.sampling import Pairs
-from laplace_ella.fitting.streams import Stream
-from laplace_ella.support.batches import Batch, with_tensor_targets
+from laplace_ella.support.batches import Batch, batch_size, split_batch, to_device
 from laplace_ella.support.checks import positive_int
+from laplace_ella.support.preserve import seeded_iteration
 
 __all__ = [
-    "FirstExamples",
-    "IndexedData",
+    "Pairs",
     "TrainingData",
-    "check_data",
+    "check_loader",
+    "draw_others",
+    "draw_pairs",
+    "known_length",
+    "loader_batches",
     "training_data",
 ]
 
 
-class TrainingData(Protocol):
-    """N examples, which are known by their positions 0 … N − 1.
-
-    Loaders that it returns yield batches as the user's loader does.
-    """
-
-    @property
-    def n_examples(self) -> int | None:
-        """N; None of a stream until it is counted."""
-        ...
-
-    def few(self, n: int, batch_size: int) -> Iterable[Any]:
-        """A loader over at least `n` examples, if there are as many."""
-        ...
-
-    def counted(
-        self, n_outputs: int, n_pairs: int, rng: np.random.Generator
-    ) -> TrainingData:
-        """The same with N known, and ready to draw up to `n_pairs` pairs."""
-        ...
-
-    def draw(
-        self,
-        n_outputs: int,
-        n_samples: int,
-        rng: np.random.Generator,
-        balanced_by: str | None = None,
-    ) -> Pairs:
-        """M pairs, or all; the classes take turns if labels are named."""
-        ...
-
-    def draw_others(
-        self, n_outputs: int, drawn: Pairs, n_samples: int, rng: np.random.Generator
-    ) -> Pairs:
-        """At most so many pairs that were not drawn."""
-        ...
-
-    def own(self, pairs: Pairs) -> Pairs:
-        """Those pairs whose examples this process has."""
-        ...
-
-    def chosen(self, examples: np.ndarray) -> Iterable[Any]:
-        """A loader over the examples at these positions, in this order."""
-        ...
-
-    def whole(self) -> Iterable[Any]:
-        """A loader over all examples, in the order of the user's; over those of this
-        process, if several have them."""
-        ...
-
-
-def training_data(
-    loader: Any,
-    dict_key_x: str,
-    max_data: int | None = None,
+def loader_batches(
+    loader: Iterable[Any],
+    device: torch.device,
+    dict_key_y: str,
+    description: str = "",
     progress_bar: bool = False,
-) -> TrainingData:
-    """The data of a loader, up to so many examples; of data with indices the basis is
-    drawn from all."""
-    first = loader if max_data is None else FirstExamples(loader, max_data, dict_key_x)
-    if is_stream(loader):
-        return Stream(first, dict_key_x, progress_bar)
-    return IndexedData(loader, sampling.eligible_indices(loader), first)
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield inputs on the device, and targets as the loader gives them."""
+    batches = seeded_iteration(loader)
+    if progress_bar:
+        try:
+            total = len(loader)  # pyright: ignore[reportArgumentType]
+        except (TypeError, AttributeError, NotImplementedError):  # it is not known
+            total = None
+        batches = tqdm(batches, description, total)
+    for batch in batches:
+        x, y = split_batch(batch, dict_key_y)
+        yield to_device(x, device), y
 
 
-def check_data(loader: Any, balanced: bool = False) -> None:
-    """Refuse, before any work, what a fit cannot read."""
-    if not is_stream(loader):
-        sampling.check_loader(loader)
-    elif balanced:
-        raise ValueError(
-            "balanced=True draws the classes evenly by index, and train_loader is a "
-            f"stream ({type(getattr(loader, 'dataset', loader)).__name__}). Use "
-            "balanced=False, or a data set with __getitem__ and __len__."
-        )
-
-
-def is_stream(loader: Any) -> bool:
-    """Whether examples come in an order of their own and cannot be had by index;
-    refuses what can be read only once."""
-    dataset = getattr(loader, "dataset", None)
-    if dataset is not None and hasattr(dataset, "__getitem__"):
-        return isinstance(dataset, IterableDataset)
+def check_loader(loader: Any) -> None:
+    """Refuse, before any work, what cannot be read, or not more than once."""
     if not isinstance(loader, Iterable) or isinstance(loader, (torch.Tensor, Mapping)):
         raise TypeError(
             "train_loader must be a torch.utils.data.DataLoader, or yield batches "
@@ -124,103 +65,252 @@ def is_stream(loader: Any) -> bool:
             "a fit reads the data twice, for the basis and for the curvature. Pass the "
             "loader itself, or an object whose __iter__ starts anew."
         )
-    return True
+
+
+class Announced(NamedTuple):
+    """What a loader says of itself: examples per pass, without the padding of a
+    `DistributedSampler`, and the sizes of its batches."""
+
+    n_examples: int
+    length: int
+    batch_size: int
+
+    @classmethod
+    def of(cls, loader: Any) -> Announced | None:
+        """Ask a plain torch loader over a data set with indices; None of others."""
+        plain = isinstance(loader, DataLoader) and (
+            type(loader).__iter__ is DataLoader.__iter__
+            and type(loader.batch_sampler) is BatchSampler
+            and not isinstance(loader.dataset, Iterable_)
+        )
+        if not plain:
+            return None
+        batches: Any = loader.batch_sampler
+        sampler: Any = batches.sampler
+        try:
+            length = len(sampler)
+        except (TypeError, AttributeError, NotImplementedError):
+            return None
+        n = length
+        if type(sampler) is DistributedSampler and not sampler.drop_last:
+            n = len(sampler.dataset)  # pyright: ignore[reportArgumentType]
+            n = -(-(n - sampler.rank) // sampler.num_replicas)
+        if batches.drop_last:
+            length -= length % batches.batch_size
+        return cls(max(0, min(n, length)), length, batches.batch_size)
+
+
+def known_length(loader: Any) -> int | None:
+    """Return how many examples a loader yields, where it is sure; else None."""
+    announced = Announced.of(loader)
+    return None if announced is None else announced.n_examples
 
 
 @dataclass(frozen=True)
-class FirstExamples:
-    """Batches of a loader up to so many examples; the last one may be a part.
+class TrainingData:
+    """N examples, known by their positions 0 … N − 1 in what a loader yields.
 
     Attributes
     ----------
     loader : iterable
-    max_data : int
-    dict_key_x : str
-        which entry of a mapping tells how many examples there are
+        yields batches, whenever it is iterated over
+    dict_key_x, dict_key_y : str
+        where a mapping has its inputs and targets
+    n_examples : int, optional
+        N; None where it does not matter
+    announced : Announced, optional
+        what batches are checked against
+    labels : np.ndarray, optional
+        class of each example `(N,)`, for balanced draws
     """
 
     loader: Any
-    max_data: int
     dict_key_x: str
+    dict_key_y: str
+    n_examples: int | None = None
+    announced: Announced | None = None
+    labels: np.ndarray | None = None
 
-    def __post_init__(self) -> None:
-        positive_int("max_data", self.max_data)
-
-    def __iter__(self) -> Iterator[Any]:
-        left = self.max_data
-        for raw in self.loader:
-            raw = with_tensor_targets(raw)
-            batch = Batch.of(raw, self.dict_key_x)
-            yield raw if batch.size <= left else batch.take(slice(0, left)).inputs
-            left -= batch.size
-            if left <= 0:
+    def batches(
+        self,
+        device: torch.device,
+        description: str = "",
+        progress_bar: bool = False,
+        stop: int | None = None,
+    ) -> Iterator[tuple[slice, Any, torch.Tensor]]:
+        """Yield positions, inputs on the device and targets of batches, up to position
+        `stop` or the end of the data; the last batch may be cut."""
+        end = self.n_examples if stop is None else stop
+        seen = 0
+        for x, y in loader_batches(
+            self.loader, device, self.dict_key_y, description, progress_bar
+        ):
+            size = batch_size(x, self.dict_key_x)
+            if self.announced is not None:
+                self._check_size(seen, size, self.announced)
+            if self.n_examples is not None and seen + size > self.n_examples:
+                size = self.n_examples - seen
+                x = Batch.of(x, self.dict_key_x).take(slice(0, size)).inputs
+                y = y[:size]
+            yield slice(seen, seen + size), x, y
+            seen += size
+            if end is not None and seen >= end:
                 return
+        if seen < (stop or 1):
+            raise ValueError(
+                f"The loader yielded {seen} examples, and at least {stop or 1} were "
+                "expected from a pass before. Pass a loader whose every pass starts "
+                "anew."
+            )
 
-    def __len__(self) -> int:
-        size = getattr(self.loader, "batch_size", None)
-        if size is None:
-            return len(self.loader)  # may be too many, or say that it is not known
-        needed = math.ceil(self.max_data / size)
-        try:
-            return min(needed, len(self.loader))
-        except TypeError:
-            return needed
+    @staticmethod
+    def _check_size(seen: int, size: int, announced: Announced) -> None:
+        expected = min(announced.batch_size, announced.length - seen)
+        if size != expected:
+            raise ValueError(
+                f"The loader announces {announced.length} examples in batches of "
+                f"{announced.batch_size}, and the batch after {seen} examples has "
+                f"{size} instead of {expected}. A collate function must return one "
+                "example for each index: filter the data set instead, or pass an "
+                "object whose __iter__ yields the batches, which are then counted."
+            )
+
+
+def training_data(
+    loader: Any,
+    dict_key_x: str,
+    dict_key_y: str,
+    max_data: int | None = None,
+    balanced: bool = False,
+    counted: bool = True,
+    progress_bar: bool = False,
+) -> TrainingData:
+    """Return the examples of a loader, up to `max_data`, with their number if they are
+    to be `counted`.
+
+    Where the loader does not announce it, and for labels, a pass that only loads counts
+    them.
+    """
+    check_loader(loader)
+    if max_data is not None:
+        positive_int("max_data", max_data)
+    announced = Announced.of(loader)
+    data = TrainingData(loader, dict_key_x, dict_key_y, max_data, announced)
+    if announced is not None:
+        n = min(announced.n_examples, max_data or announced.n_examples)
+        data = replace(data, n_examples=n)
+    n = data.n_examples
+    if balanced or (counted and announced is None):
+        n, labels = 0, []
+        cpu = torch.device("cpu")
+        for where, _, y in data.batches(cpu, "[Counting]", progress_bar):
+            n = where.stop
+            if balanced:
+                labels.append(_as_classes(y))
+        if balanced:
+            data = replace(data, labels=np.concatenate(labels))
+    if n == 0:
+        raise ValueError(
+            "The loader yields no example, and ELLA needs at least one. Check the data "
+            "set, the sampler and drop_last."
+        )
+    return replace(data, n_examples=n)
+
+
+def _as_classes(y: torch.Tensor) -> np.ndarray:
+    """Return integer classes (B,) of indices, one-hot rows or probabilities."""
+    y = y.detach().cpu()
+    if y.ndim == 2:
+        y = y[:, 0] if y.shape[1] == 1 else y.argmax(1)
+    if y.ndim != 1 or y.dtype.is_floating_point:
+        raise ValueError(
+            "balanced=True needs one class label per example, got targets of shape "
+            f"{tuple(y.shape)} and dtype {y.dtype}."
+        )
+    return y.numpy()
 
 
 @dataclass(frozen=True)
-class IndexedData:
-    """The examples of a map-style data set that one pass over a loader can yield.
+class Pairs:
+    """Pairs (x, i) of an example and an output, sorted by example.
 
     Attributes
     ----------
-    loader : DataLoader
-    indices : np.ndarray
-        of the examples in the data set, `(N,)`, sorted
-    pass_ : iterable
-        the loader, or a part of it, in the order in which curvature is added up
+    examples, outputs : np.ndarray
+        positions in range(N) and in range(C), `(M,)` each
     """
 
-    loader: Any
-    indices: np.ndarray
-    pass_: Any
+    examples: np.ndarray
+    outputs: np.ndarray
 
-    @property
-    def n_examples(self) -> int:
-        return len(self.indices)
+    def within(self, positions: slice) -> Pairs:
+        """Return those of a batch, with examples counted from its first."""
+        ends = np.searchsorted(self.examples, (positions.start, positions.stop))
+        here = slice(*ends)
+        return Pairs(self.examples[here] - positions.start, self.outputs[here])
 
-    def few(self, n: int, batch_size: int) -> DataLoader:
-        return sampling.subset(self.loader, self.indices[:n], batch_size)
 
-    def counted(
-        self, n_outputs: int, n_pairs: int, rng: np.random.Generator
-    ) -> IndexedData:
-        return self
+def draw_pairs(
+    n_examples: int,
+    n_outputs: int,
+    n_samples: int,
+    rng: np.random.Generator,
+    labels: np.ndarray | None = None,
+) -> Pairs:
+    """Draw M pairs (x, i), never the same pair twice (Deng et al. 2022, Sec. 3.3).
 
-    def draw(
-        self,
-        n_outputs: int,
-        n_samples: int,
-        rng: np.random.Generator,
-        balanced_by: str | None = None,
-    ) -> Pairs:
-        labels = None
-        if balanced_by is not None:
-            labels = sampling.read_labels(
-                self.loader.dataset, self.indices, balanced_by
-            )
-        return sampling.draw_pairs(self.n_examples, n_outputs, n_samples, rng, labels)
+    Every example is used ⌊M/N⌋ or ⌈M/N⌉ times, so x is drawn without replacement
+    while M ≤ N, and every pair is there exactly once when M ≥ N·C.
 
-    def draw_others(
-        self, n_outputs: int, drawn: Pairs, n_samples: int, rng: np.random.Generator
-    ) -> Pairs:
-        n_pairs = self.n_examples * n_outputs
-        return sampling.draw_others(n_outputs, n_pairs, *drawn, n_samples, rng)
+    Parameters
+    ----------
+    n_examples, n_outputs, n_samples : int
+        N, C and M
+    rng : np.random.Generator
+        of the host, so that the draw is the same on every device
+    labels : np.ndarray, optional
+        class of each example `(N,)`; if given, the classes take turns
+    """
+    n_samples = min(n_samples, n_examples * n_outputs)
+    n_rounds = -(-n_samples // n_examples)  # how often an example is used at most
+    # A slot is the r-th use of an example; slots are ordered by round, then at random.
+    slots = np.concatenate([rng.permutation(n_examples) for _ in range(n_rounds)])
+    rounds = np.repeat(np.arange(n_rounds), n_examples)
+    if labels is not None:  # each class keeps its own order
+        turns = np.empty(len(slots), dtype=np.int64)
+        for label in np.unique(labels):
+            members = np.flatnonzero(labels[slots] == label)
+            turns[members] = np.arange(len(members))
+        order = np.argsort(turns, kind="stable")
+        slots, rounds = slots[order], rounds[order]
+    slots, rounds = slots[:n_samples], rounds[:n_samples]
+    if n_rounds == 1:
+        outputs = rng.integers(n_outputs, size=n_samples)
+    else:  # the uses of one example take different outputs
+        # Example by example: all outputs of all examples may not fit into memory.
+        drawn = [
+            rng.choice(n_outputs, min(n_rounds, n_outputs), replace=False)
+            for _ in range(n_examples)
+        ]
+        outputs = np.stack(drawn)[slots, rounds]
+    order = np.argsort(slots, kind="stable")
+    return Pairs(slots[order], outputs[order])
 
-    def own(self, pairs: Pairs) -> Pairs:
-        return pairs
 
-    def chosen(self, examples: np.ndarray) -> DataLoader:
-        return sampling.subset(self.loader, self.indices[examples])
-
-    def whole(self) -> Any:
-        return self.pass_
+def draw_others(
+    n_examples: int,
+    n_outputs: int,
+    drawn: Pairs,
+    n_samples: int,
+    rng: np.random.Generator,
+) -> Pairs:
+    """Draw at most so many of the pairs that were not drawn."""
+    n_pairs = n_examples * n_outputs
+    taken = np.sort(drawn.examples * n_outputs + drawn.outputs)
+    if n_pairs <= 4 * (len(taken) + n_samples):
+        others = np.setdiff1d(np.arange(n_pairs), taken, assume_unique=True)
+        others = rng.permutation(others)[:n_samples]
+    else:  # few of many: those drawn by chance are left out
+        others = np.unique(rng.integers(n_pairs, size=n_samples))
+        others = np.setdiff1d(others, taken, assume_unique=True)
+    return Pairs(*np.divmod(np.sort(others), n_outputs))

@@ -1,234 +1,394 @@
-"""Which gradients enter the Nyström basis: M pairs (x, i) of example and output.
-
-The draws use numpy generators made from a seed: indices live on the host, and no
-global random state is involved.
-"""
+"""Sample the gradients of a model, and compute the directions of the basis."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
+
+from laplace_ella.derivatives.complements import Sketch, Span
+from laplace_ella.derivatives.linearizer import Linearizer, linearize
+from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
+from laplace_ella.fitting.checkpoint import Progress, plain_inputs, remaining_batches
+from laplace_ella.fitting.data import Pairs, TrainingData, draw_others, draw_pairs
+from laplace_ella.fitting.plan import AUTO_ENERGY, FEW_OTHERS, FitPlan
+from laplace_ella.posterior import likelihood
+from laplace_ella.posterior.basis import (
+    NystromBasis,
+    RowBuffer,
+    exact_basis,
+    extend_exact,
+    nystrom_basis,
+    sampled_span,
 )
+from laplace_ella.posterior.complement import UNKNOWN_SPAN, Complement
+from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
+from laplace_ella.support.batches import (
+    Positions,
+    batch_size,
+    has_values,
+    take,
+)
+from laplace_ella.support.checks import check_finite
 
-from laplace_ella.support.batches import split_batch
+if TYPE_CHECKING:
+    from laplace_ella.fitting.checkpoint import Checkpoint
+    from laplace_ella.fitting.distributed import Processes
 
-__all__ = [
-    "Pairs",
-    "check_loader",
-    "draw_others",
-    "draw_pairs",
-    "eligible_indices",
-    "read_labels",
-    "subset",
-]
+__all__ = ["digested", "extend_basis", "first_look", "sample_basis", "targets_of"]
 
+logger = logging.getLogger("laplace_ella")
 
-#: Positions of examples and outputs `(M,)` each, sorted by example.
-Pairs = tuple[np.ndarray, np.ndarray]
-
-
-def check_loader(loader: Any, name: str = "train_loader") -> None:
-    """Refuse, before any work, loaders whose examples cannot be indexed."""
-    dataset = getattr(loader, "dataset", None)
-    if dataset is None:
-        raise TypeError(
-            f"{name} must be a torch.utils.data.DataLoader, got "
-            f"{type(loader).__name__}, which has no `dataset`."
-        )
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            f"{name} wraps the iterable data set {type(dataset).__name__}, and here "
-            "examples are drawn by index; wrap the data in a map-style data set (one "
-            "with __getitem__ and __len__), for example list(dataset)."
-        )
-    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
-        raise ValueError(
-            f"{name} has automatic batching switched off (batch_size=None); pass "
-            "batch_size= so that single examples can be drawn."
-        )
+#: Examples whose outputs are looked at first, and that a fit keeps to be known by.
+FEW_OUTPUTS, FEW_EXAMPLES = 8, 4
 
 
-def eligible_indices(loader: Any) -> np.ndarray:
-    """Indices of the data set that one pass over the loader can yield, sorted.
+def first_look(plan: FitPlan, x: Any, y: torch.Tensor) -> Linearizer:
+    """Check model and targets on the first batch, before anything is differentiated."""
+    fn, family = plan.fn, plan.observation.family
+    linearizer = linearize(fn, plan.layout, plan.dict_key_x, plan.options, x)
+    size = batch_size(x, plan.dict_key_x)
+    f, positions = linearizer.outputs(take(x, slice(0, FEW_OUTPUTS), size))
+    if plan.observation.sigma_noise.numel() > 1:
+        plan.observation.check_noise(positions)
+    likelihood.target_rows(y, size, positions, family)
+    several = positions.n_channels > 1 and len(f) > 1 and has_values(f)
+    if several and family is likelihood.Family.CATEGORICAL:
+        off = (f.double().sum(-1) - 1).abs().amax()
+        if bool((f >= 0).all() & (off < 1e-4)):
+            warn_caller(
+                "The outputs of the first examples are non-negative and sum to one, "
+                "like probabilities. Laplace expects logits: remove the softmax at the "
+                "end of the model.",
+                SoftmaxWarning,
+            )
+    return linearizer
 
-    Samplers whose index set is known are not iterated; others are, once.
+
+# The basis
+
+
+def sample_basis(
+    plan: FitPlan,
+    data: TrainingData,
+    processes: Processes | None = None,
+    checkpoint: Checkpoint | None = None,
+    progress_bar: bool = False,
+) -> tuple[Fit, Progress]:
+    """Return a fit without data, and how far it read: draw M pairs (x, i), or take all,
+    and compute the directions of their gradients.
+
+    Taking all, outputs and targets of the same batches are kept as training rows.
     """
-    n = len(loader.dataset)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
-    known_batches = type(batch_sampler) is torch.utils.data.BatchSampler
-    if known_batches and type(sampler) is SequentialSampler:
-        if batch_sampler.drop_last:
-            n -= n % batch_sampler.batch_size
-        indices = np.arange(n)
-    elif known_batches and type(sampler) is RandomSampler and not sampler.replacement:
-        indices = np.arange(n)
-    elif known_batches and type(sampler) is SubsetRandomSampler:
-        indices = np.asarray(list(sampler.indices), dtype=np.int64)
-    elif batch_sampler is not None:
-        indices = np.asarray([i for batch in batch_sampler for i in batch])
+    batches = data.batches(plan.fn.device, "[Sampling gradients]", progress_bar)
+    first = next(batches)
+    _, x, y = first
+    n_own = n_examples = data.n_examples or 0
+    offset, labels = 0, data.labels
+    if processes is not None:
+        counts = processes.meet("numbers of examples", n_own)
+        n_examples, offset = sum(counts), sum(counts[: processes.rank])
+        if labels is not None:
+            labels = np.concatenate(processes.meet("labels", labels))
+    linearizer = first_look(plan, x, y)
+    n_outputs = math.prod(linearizer.output_shape)
+    n_pairs = n_examples * n_outputs
+    exact = plan.takes_all(linearizer, n_pairs)
+    if exact:
+        linearizer = _in_double(plan, linearizer, x, n_pairs)
     else:
-        indices = np.arange(n)
-    if indices.size == 0:
+        rank = min(plan.rank_limit, plan.subsample_size, n_pairs)
+        linearizer = linearizer.decide(x, rank)
+    examples = take(x, slice(0, FEW_EXAMPLES), batch_size(x, plan.dict_key_x))
+    fit = Fit(
+        basis=_no_basis(linearizer),
+        sums=CurvatureSum.zero(0, 1, linearizer.device),
+        output_shape=tuple(linearizer.output_shape),
+        mean=plan.fn.flat(),
+        dtype=linearizer.dtype,
+        complement=Complement.DROP,
+        curvature_rows=plan.has_curvature_rows,
+        linearizer=linearizer,
+        examples=plain_inputs(examples),
+    )
+    batches = chain([first], batches)
+    if exact:
+        return _read_all(plan, fit, batches, n_own * n_outputs, processes, checkpoint)
+    rng = np.random.default_rng(plan.seed)
+    pairs = draw_pairs(n_examples, n_outputs, plan.subsample_size, rng, labels)
+    capacity, keep = plan.buffer_sizes(linearizer, n_pairs)
+    n_samples, sketch, others = len(pairs.examples), None, pairs.within(slice(0, 0))
+    if plan.keeps_span and capacity > n_samples:
+        sketch = Sketch.of(linearizer.n_params, n_samples, plan.seed, plan.home)
+        others = draw_others(n_examples, n_outputs, pairs, FEW_OTHERS, rng)
+    elif plan.complement is Complement.MATCHED:
+        raise ValueError(UNKNOWN_SPAN)
+    own = slice(offset, offset + n_own)
+    basis, span = _gather(
+        plan,
+        linearizer,
+        batches,
+        RowBuffer(linearizer.fn.numels(), capacity, keep, fit.dtype, plan.home),
+        (pairs.within(own), others.within(own)),
+        sketch,
+        processes,
+    )
+    regression = plan.observation.family.is_regression
+    complement = Complement.PRIOR if regression else Complement.DROP
+    sums = CurvatureSum.zero(basis.rank, _n_noises(plan), linearizer.device)
+    fit = replace(
+        fit,
+        basis=basis,
+        sums=sums,
+        complement=complement if span is None else Complement.MATCHED,
+        span=span,
+        complete=n_samples == n_pairs and fit.curvature_rows,
+    )
+    return fit, Progress(sums)
+
+
+def _n_noises(plan: FitPlan) -> int:
+    return plan.observation.sigma_noise.numel()
+
+
+def _no_basis(linearizer: Linearizer) -> NystromBasis:
+    none = torch.zeros(0, linearizer.n_params, device=linearizer.device)
+    return NystromBasis(none, none.double()[:, 0], 0, 0.0, "")
+
+
+def _gather(
+    plan: FitPlan,
+    linearizer: Linearizer,
+    batches: Iterable[tuple[slice, Any, torch.Tensor]],
+    buffer: RowBuffer,
+    drawn: tuple[Pairs, Pairs],
+    sketch: Sketch | None,
+    processes: Processes | None,
+) -> tuple[NystromBasis, Span | None]:
+    """Take the gradients of the drawn pairs, and sketches of the gradients of others,
+    in one pass that ends at the last of them."""
+    pairs, others = drawn
+    both = np.concatenate([pairs.examples, others.examples])
+    last = int(both.max()) if len(both) else -1
+    finite, beyond, reached = [], [], -1
+    for where, x, _ in batches:
+        if last < where.start:
+            break
+        for rows in _rows(linearizer, x, pairs.within(where), buffer.capacity):
+            try:
+                buffer.append(rows.to(plan.home))
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+                flags = [*finite, torch.isfinite(buffer.energy)]
+                check_finite(flags, "gradients", "while sampling the basis")
+                raise
+        if sketch is not None:
+            for rows in _rows(linearizer, x, others.within(where), buffer.capacity):
+                beyond.append(sketch(rows.to(plan.home)))
+        finite.append(torch.isfinite(buffer.energy))
+        reached = where.stop - 1
+    if reached < last:
         raise ValueError(
-            f"The loader yields no example (data set of length {len(loader.dataset)}); "
-            "ELLA needs at least one. Check the sampler and drop_last."
+            f"The loader yielded {reached + 1} examples, and at least {last + 1} were "
+            "expected from its length or a pass before. Pass a loader whose every pass "
+            "starts anew."
         )
-    return np.unique(indices.astype(np.int64))
+    check_finite(finite, "gradients", "while sampling the basis")
+    if processes is not None:
+        buffer = _of_all(processes, buffer)
+        beyond = [processes.rows("other gradients", torch.cat(beyond))] * bool(beyond)
+    groups = None if sketch is None else sketch.of_many(buffer.rows)
+    accurate = plan.has_curvature_rows  # whose small eigenvalues are used
+    with warnings.catch_warnings():
+        if plan.n_eigenvalues == "auto":
+            warnings.simplefilter("ignore", RankWarning)
+        basis = nystrom_basis(buffer, plan.rank_limit, accurate)
+    span = None
+    if sketch is not None and groups is not None:
+        span = sampled_span(groups, sketch, basis)
+        if beyond:
+            span = span.compared_with(span.norms(torch.cat(beyond), sketched=True))
+    if plan.n_eigenvalues == "auto":
+        basis = basis.truncate(int((basis.explained < AUTO_ENERGY).sum()) + 1)
+    return _converted(plan, basis), span
 
 
-def draw_pairs(
-    n_examples: int,
-    n_outputs: int,
-    n_samples: int,
-    rng: np.random.Generator,
-    labels: np.ndarray | None = None,
-) -> Pairs:
-    """Draw M pairs (x, i), never the same pair twice (Deng et al. 2022, Sec. 3.3).
+def _rows(
+    linearizer: Linearizer, x: Any, pairs: Pairs, at_most: int
+) -> Iterator[torch.Tensor]:
+    """Return the gradients of pairs of a batch, some at a time."""
+    if not len(pairs.examples):
+        return iter(())
+    examples = torch.as_tensor(pairs.examples, device=linearizer.device)
+    outputs = torch.as_tensor(pairs.outputs, device=linearizer.device)
+    return linearizer.row_parts(x, examples, outputs, at_most)
 
-    Every example is used ⌊M/N⌋ or ⌈M/N⌉ times, so x is drawn without replacement
-    while M ≤ N, and every pair is there exactly once when M ≥ N·C.
 
-    Parameters
-    ----------
-    n_examples, n_outputs, n_samples : int
-        N, C and M.
-    rng : np.random.Generator
-    labels : np.ndarray, optional
-        class of each example `(N,)`; if given, the classes take turns.
+def _of_all(processes: Processes, buffer: RowBuffer) -> RowBuffer:
+    """Return the rows of all processes, or their summaries, in one buffer."""
+    states = processes.meet("gradients", (buffer.n_samples, buffer.compressed))
+    energy = processes.sum("energy", buffer.energy)
+    rows = processes.rows("sampled gradients", buffer.rows)
+    both = RowBuffer(buffer.numels, len(rows) + 1, len(rows), rows.dtype, rows.device)
+    both.append(rows)
+    both.n_samples = sum(n for n, _ in states)
+    both.compressed = any(compressed for _, compressed in states)
+    both.energy = energy
+    return both
 
-    Returns
-    -------
-    examples, outputs : np.ndarray
-        positions in range(N) and in range(C), `(min(M, N·C),)`, sorted by example
+
+def _converted(plan: FitPlan, basis: NystromBasis) -> NystromBasis:
+    """Return the basis in the dtype that was asked for."""
+    dtype = plan.options.basis_dtype or basis.directions.dtype
+    return replace(basis, directions=basis.directions.to(dtype))
+
+
+# Exact fits: everything in one pass
+
+
+def _in_double(
+    plan: FitPlan, linearizer: Linearizer, x: Any, n_pairs: int
+) -> Linearizer:
+    """Return decided derivatives in float64, where the model runs in it and memory
+    allows.
+
+    With all gradients in the basis the variance at inputs like the training data is a
+    small difference, which single precision loses under weak priors.
     """
-    n_samples = min(n_samples, n_examples * n_outputs)
-    n_rounds = -(-n_samples // n_examples)  # how often an example is used at most
-    # A slot is the r-th use of an example; slots are ordered by round, then at random.
-    slots = np.concatenate([rng.permutation(n_examples) for _ in range(n_rounds)])
-    rounds = np.repeat(np.arange(n_rounds), n_examples)
-    if labels is not None:
-        order = _take_turns(labels[slots])
-        slots, rounds = slots[order], rounds[order]
-    slots, rounds = slots[:n_samples], rounds[:n_samples]
-    if n_rounds == 1:
-        outputs = rng.integers(n_outputs, size=n_samples)
-    else:  # the uses of one example take different outputs
-        # Example by example: all outputs of all examples may not fit into memory.
-        drawn = [
-            rng.choice(n_outputs, min(n_rounds, n_outputs), replace=False)
-            for _ in range(n_examples)
-        ]
-        outputs = np.stack(drawn)[slots, rounds]
-    order = np.argsort(slots, kind="stable")
-    return slots[order], outputs[order]
+    rank = min(n_pairs, linearizer.n_params)
+    if linearizer.dtype != torch.float64 and plan.may_be_double():
+        double = linearizer.in_dtype(torch.float64)
+        try:
+            if plan.estimate_exact(double, n_pairs).fits:
+                return double.decide(x, rank)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            logger.info("derivatives stay in single precision: %s", error)
+    return linearizer.decide(x, rank)
 
 
-def draw_others(
-    n_outputs: int,
+def _read_all(
+    plan: FitPlan,
+    fit: Fit,
+    batches: Iterable[tuple[slice, Any, torch.Tensor]],
     n_pairs: int,
-    examples: np.ndarray,
-    outputs: np.ndarray,
-    n_samples: int,
-    rng: np.random.Generator,
-) -> Pairs:
-    """At most so many of the pairs that were not drawn, sorted by example."""
-    taken = np.sort(examples * n_outputs + outputs)
-    if n_pairs <= 4 * (len(taken) + n_samples):
-        others = np.setdiff1d(np.arange(n_pairs), taken, assume_unique=True)
-        others = rng.permutation(others)[:n_samples]
-    else:  # few of many: those drawn by chance are left out
-        others = np.unique(rng.integers(n_pairs, size=n_samples))
-        others = np.setdiff1d(others, taken, assume_unique=True)
-    return np.divmod(np.sort(others), n_outputs)
-
-
-def _take_turns(labels: np.ndarray) -> np.ndarray:
-    """Order in which the classes take turns, each keeping its own order."""
-    turn = np.empty(len(labels), dtype=np.int64)
-    for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        turn[members] = np.arange(len(members))
-    return np.argsort(turn, kind="stable")
-
-
-def read_labels(dataset: Any, indices: np.ndarray, dict_key_y: str) -> np.ndarray:
-    """Class labels of the chosen examples, without loading inputs where possible."""
-    labels = _label_column(dataset, dict_key_y)
-    if labels is not None:
-        return _as_classes(labels)[indices]
-    targets = [split_batch(dataset[int(i)], dict_key_y)[1] for i in indices]
-    return _as_classes(torch.stack([torch.as_tensor(t) for t in targets]))
-
-
-def _label_column(dataset: Any, dict_key_y: str) -> Any | None:
-    """All labels of a data set at once, or None where it does not hold them."""
-    if isinstance(dataset, Subset):
-        labels = _label_column(dataset.dataset, dict_key_y)
-        return None if labels is None else _as_classes(labels)[list(dataset.indices)]
-    if isinstance(dataset, ConcatDataset):
-        parts = [_label_column(part, dict_key_y) for part in dataset.datasets]
-        if any(part is None for part in parts):
-            return None
-        return np.concatenate([_as_classes(part) for part in parts])
-    if isinstance(dataset, TensorDataset):
-        return dataset.tensors[1] if len(dataset.tensors) == 2 else None
-    if dict_key_y in (getattr(dataset, "column_names", None) or ()):
-        return dataset[dict_key_y]  # a Hugging Face data set
-    for name in ("targets", "labels"):  # torchvision's names
-        labels = getattr(dataset, name, None)
-        if labels is not None and not isinstance(labels, Mapping):
-            if len(labels) == len(dataset):
-                return labels
-    return None
-
-
-def _as_classes(labels: Any) -> np.ndarray:
-    """Integer classes (N,) from indices, one-hot rows or probabilities."""
-    labels = (
-        torch.as_tensor(np.asarray(labels)) if not torch.is_tensor(labels) else labels
+    processes: Processes | None,
+    checkpoint: Checkpoint | None,
+) -> tuple[Fit, Progress]:
+    """Return the fit with the directions of all gradients, and the rows of the same
+    pass that its curvature is made of; what it spans already stays."""
+    linearizer = fit.linearizer
+    positions = linearizer.layout.of(fit.output_shape)
+    n_outputs, done = positions.n_values, Progress(fit.sums)
+    buffer = RowBuffer(
+        linearizer.fn.numels(), n_pairs + 1, n_pairs, linearizer.dtype, plan.home
     )
-    labels = labels.detach().cpu()
-    if labels.ndim == 2:
-        labels = labels[:, 0] if labels.shape[1] == 1 else labels.argmax(1)
-    if labels.ndim != 1 or labels.dtype.is_floating_point:
-        raise ValueError(
-            "balanced=True needs one class label per example, got targets of shape "
-            f"{tuple(labels.shape)} and dtype {labels.dtype}."
+    f, y, finite = [], [], []
+    for where, x, targets, running in digested(batches, done, checkpoint):
+        size = where.stop - where.start
+        outputs, here = linearizer.outputs(x)
+        rows = targets_of(plan, targets, size, here, positions)
+        pairs = Pairs(*np.divmod(np.arange(size * n_outputs), n_outputs))
+        for some in _rows(linearizer, x, pairs, buffer.capacity):
+            buffer.append(some.to(plan.home))
+        finite.append(torch.isfinite(buffer.energy) & torch.isfinite(outputs).all())
+        f.append(outputs.unflatten(0, (size, -1)))
+        y.append(rows.to(outputs.device).unflatten(0, (size, -1)))
+        done = replace(
+            done,
+            n_examples=where.stop,
+            n_batches=done.n_batches + 1,
+            targets=running,
         )
-    return labels.numpy()
-
-
-def subset(
-    loader: Any, indices: np.ndarray, batch_size: int | None = None
-) -> DataLoader:
-    """A loader over chosen examples, in order, that loads as the user's does.
-
-    A few examples in one batch are loaded without the user's worker processes, whose
-    start would take longer.
-    """
-    size = (
-        batch_size
-        or getattr(loader, "batch_size", None)
-        or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    check_finite(finite, "outputs or derivatives", "of the data")
+    f, y = torch.cat(f), torch.cat(y)
+    if processes is not None:
+        buffer = _of_all(processes, buffer)
+        f, y = processes.rows("outputs", f), processes.rows("targets", y)
+    if fit.spans_all and fit.training is not None:
+        before = fit.training
+        coefficients = positions.outputs(before.phi.flatten(0, 1)).flatten(0, 1)
+        coefficients = coefficients.to(plan.home)
+        basis, coefficients = extend_exact(fit.basis, coefficients, buffer.rows)
+        f, y = torch.cat([before.f, f]), torch.cat([before.y, y])
+    else:
+        basis, coefficients = exact_basis(buffer)
+        logger.info(
+            "exact linearised Laplace: all %d gradients, rank %d, in %s",
+            basis.n_samples,
+            basis.rank,
+            str(linearizer.dtype).removeprefix("torch."),
+        )
+    phi = coefficients.to(f.device).unflatten(0, (len(f), n_outputs))
+    phi = positions.rows(phi).unflatten(0, (len(f), -1))
+    sums = CurvatureSum.zero(basis.rank, _n_noises(plan), linearizer.device)
+    fit = replace(
+        fit,
+        basis=_converted(plan, basis),
+        sums=sums,
+        dtype=linearizer.dtype,
+        complement=Complement.PRIOR,
+        spans_all=True,
+        training=TrainingRows(f, phi, y),
+        complete=fit.curvature_rows,
     )
-    return DataLoader(
-        Subset(loader.dataset, indices.tolist()),
-        batch_size=size or 32,
-        num_workers=0 if batch_size else getattr(loader, "num_workers", 0),
-        collate_fn=getattr(loader, "collate_fn", None),
-        worker_init_fn=getattr(loader, "worker_init_fn", None),
-        pin_memory=getattr(loader, "pin_memory", False),
-    )
+    return fit, replace(done, sums=sums)
+
+
+def extend_basis(
+    plan: FitPlan,
+    data: TrainingData,
+    start: Fit,
+    processes: Processes | None = None,
+    checkpoint: Checkpoint | None = None,
+    progress_bar: bool = False,
+) -> tuple[Fit, Progress]:
+    """Return an exact fit that spans further data as well, with nothing added up."""
+    if start.training is None:
+        raise ValueError(
+            "override=False of an exact fit extends its basis, which takes the "
+            "features of the data that were fitted, and this fit has not kept them "
+            "(there was no room within memory_budget, or features were added from a "
+            "cache). Fit all data at once, or give a number of directions."
+        )
+    batches = data.batches(plan.fn.device, "[Sampling gradients]", progress_bar)
+    n_pairs = (data.n_examples or 0) * math.prod(start.output_shape)
+    return _read_all(plan, start, batches, n_pairs, processes, checkpoint)
+
+
+# What passes over the data have in common
+
+
+def digested(
+    batches: Iterable[tuple[slice, Any, torch.Tensor]],
+    done: Progress,
+    checkpoint: Checkpoint | None,
+) -> Iterator[tuple[slice, Any, torch.Tensor, str]]:
+    """Yield the batches that are not done yet with the running digest of their
+    targets, where there is a file to keep it."""
+    if checkpoint is not None:
+        yield from remaining_batches(iter(batches), done)
+        return
+    for where, x, y in batches:
+        yield where, x, y, ""
+
+
+def targets_of(
+    plan: FitPlan, y: torch.Tensor, size: int, here: Positions, expected: Positions
+) -> torch.Tensor:
+    """Return checked targets as rows; refuse examples of another size."""
+    if here.output_shape != expected.output_shape:
+        raise ValueError(
+            "All batches of the training data must have the same number of "
+            f"positions, got {expected.n_positions} and {here.n_positions}. Pad "
+            "all examples to one size, not each batch to its own; classification marks "
+            f"the padding with class {likelihood.IGNORED}. With Hugging Face's "
+            "collators: DataCollatorForTokenClassification(tokenizer, padding="
+            "'max_length', max_length=...), with the length of the longest example."
+        )
+    return likelihood.target_rows(y, size, here, plan.observation.family)

@@ -1,1 +1,1 @@
-"""Basis, K×K posterior, likelihoods and links: frozen values and pure functions."""
+"""The posterior on a subspace of the weights, and its predictions."""

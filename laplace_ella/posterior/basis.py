@@ -9,26 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
+from laplace_ella.derivatives.complements import Sketch, Span
 from laplace_ella.errors import RankWarning, warn_caller
-from laplace_ella.posterior.davidson import leading_eigenpairs
-from laplace_ella.posterior.products import energy, gram, multiply, orthonormalize_
-from laplace_ella.support.batches import has_values
-from laplace_ella.support.disk import tensor_on_disk
-from laplace_ella.support.heap import large_tensor
+from laplace_ella.support.batches import chunks, has_values
+from laplace_ella.support.preserve import full_precision
 
-__all__ = ["NystromBasis", "RowSketch", "basis_from_rows", "few_are_wanted"]
+__all__ = [
+    "NystromBasis",
+    "RowBuffer",
+    "exact_basis",
+    "extend_exact",
+    "nystrom_basis",
+    "sampled_span",
+]
 
 #: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
 #: more accurate than the Gram matrix because it does not square the condition number.
 SVD_LIMIT = 2_000_000
 
-#: Gradients per direction from which on only the directions are computed, where the
-#: rest of the spectrum is not used.
-FEW_RATIO = 50
+#: Columns that enter one product with all rows, and rows of one block of it.
+WIDTH, HEIGHT = 16_384, 256
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,12 @@ class NystromBasis:
     trace : float
         sum of all eigenvalues of J̃J̃ᵀ
     method : str
-        how it was computed: "svd", "gram", "davidson" or "streaming"
+        how it was computed: "svd", "gram" or "streaming"
     numels : tuple of int
         sizes of the L parameter tensors that make up the P columns
     tail : torch.Tensor, optional
-        the other eigenvalues of J̃J̃ᵀ, descending, float64; None where they are not
-        known: a summary of the gradients was kept, or only the directions were wanted
+        the other eigenvalues of J̃J̃ᵀ, descending, float64; None where a summary of the
+        gradients was kept, which does not tell them
 
     Examples
     --------
@@ -80,7 +83,7 @@ class NystromBasis:
     @property
     def rank(self) -> int:
         """K."""
-        return self.directions.shape[0]
+        return len(self.eigenvalues)
 
     @property
     def vectors(self) -> torch.Tensor:
@@ -100,28 +103,25 @@ class NystromBasis:
         return grams.to(self.eigenvalues.device)
 
     def truncate(self, rank: int) -> NystromBasis:
-        """The basis of the first `rank` directions."""
+        """Return the basis of the first `rank` directions."""
         tail = self.tail
         if tail is not None:
             tail = torch.cat([self.eigenvalues[rank:], tail])
-        truncated = replace(
+        return replace(
             self,
             directions=self.directions[:rank],
             eigenvalues=self.eigenvalues[:rank],
             tail=tail,
         )
-        if "layer_grams" in self.__dict__:  # computed already: a leading block serves
-            truncated.__dict__["layer_grams"] = self.layer_grams[:, :rank, :rank]
-        return truncated
 
 
-class RowSketch:
+class RowBuffer:
     """Gradients as they come, all of them or a summary of bounded size.
 
     Rows are kept until `capacity` is reached. A full buffer is replaced by its `keep`
     leading singular directions, scaled by their singular values: a truncated
     incremental singular value decomposition. What is lost each time is the smallest
-    part of the buffer's energy; with fewer rows than `capacity` nothing is.
+    part of the buffer's energy; with no more rows than `capacity` nothing is.
 
     Parameters
     ----------
@@ -131,9 +131,25 @@ class RowSketch:
         rows in memory, more than `keep`
     keep : int
         rows that survive a full buffer
-    folder : Path, optional
-        where a file is made to hold the rows, instead of memory; they are used a block
-        of columns at a time
+
+    Attributes
+    ----------
+    filled : int
+        rows that are there
+    n_samples : int
+        rows that were appended
+    compressed : bool
+        whether the rows are a summary
+    energy : torch.Tensor
+        sum of all squares, a float64 scalar
+
+    Examples
+    --------
+    >>> buffer = RowBuffer((2, 3), 4, 2, torch.float32, torch.device("cpu"))
+    >>> buffer.append(torch.randn(3, 5))
+    >>> buffer.append(torch.randn(2, 5))
+    >>> buffer.n_samples, buffer.rows.shape
+    (5, torch.Size([3, 5]))
     """
 
     def __init__(
@@ -143,137 +159,194 @@ class RowSketch:
         keep: int,
         dtype: torch.dtype,
         device: torch.device,
-        folder: Path | None = None,
     ) -> None:
         if capacity <= keep:
             raise ValueError(f"capacity={capacity} must exceed keep={keep}.")
         self.numels = tuple(numels)
-        self.folder = folder
-        shape = (capacity, sum(numels))
-        if folder is None:
-            self.buffer = large_tensor(shape, dtype, device)
-        else:
-            self.buffer = tensor_on_disk(shape, dtype, folder)
         self.keep = keep
         self.filled = 0
         self.n_samples = 0
         self.compressed = False
         self.energy = torch.zeros((), dtype=torch.float64, device=device)
+        self._buffer = torch.empty(capacity, sum(numels), dtype=dtype, device=device)
 
     @property
     def capacity(self) -> int:
         """Rows in memory at most."""
-        return len(self.buffer)
+        return len(self._buffer)
 
-    def empty(self, numels: Sequence[int], n_rows: int) -> RowSketch:
-        """Room for so many rows of other numbers, all of which are kept."""
-        like = self.buffer
-        return RowSketch(numels, n_rows + 1, n_rows, like.dtype, like.device)
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows that are there, `(filled, P)`, not a copy."""
+        return self._buffer[: self.filled]
 
-    def room(self, n: int) -> torch.Tensor | None:
-        """Where n rows may be written before they are added, to save a copy: `(n, P)`,
-        or None where there is no such place."""
-        place = self.buffer[self.filled : self.filled + n]
-        return place if self.folder is None and len(place) == n else None
-
-    def add(self, rows: torch.Tensor) -> None:
+    def append(self, rows: torch.Tensor) -> None:
         """Take in rows `(m, P)`."""
         self.n_samples += len(rows)
         while len(rows):
-            if self.filled == len(self.buffer):
-                self._compress()
-            fitting = rows[: len(self.buffer) - self.filled]
-            place = self.buffer[self.filled : self.filled + len(fitting)]
-            if not _same_memory(rows, place):
-                place.copy_(fitting)
-            self.energy += energy(fitting, self.buffer.numel() <= SVD_LIMIT)
-            self.filled += len(fitting)
-            rows = rows[len(fitting) :]
-
-    def _compress(self) -> None:
-        U = torch.linalg.eigh(gram(self.buffer))[1].flip(1)[:, : self.keep]
-        multiply(U.T, self.buffer, out=self.buffer)
-        self.filled, self.compressed = self.keep, True
-
-    def basis(self, n_eigenvalues: int | None, accurate: bool = False) -> NystromBasis:
-        """Top right singular vectors of all rows taken in; all usable ones for None.
-
-        `accurate` is for those who need the small eigenvalues as well. Fewer usable
-        directions than `n_eigenvalues` truncate, with a `RankWarning`. The directions
-        may take the place of the rows in memory: the sketch is used up.
-        """
-        rows = self.buffer[: self.filled]
-        wanted = min(n_eigenvalues or len(rows), *rows.shape)
-        # All usable directions: small eigenvalues count, so products in float64.
-        accurate = accurate or n_eigenvalues is None
-        precision = torch.float64 if accurate else rows.dtype
-        method, found = "gram", None
-        if rows.numel() <= SVD_LIMIT:
-            method, found = "svd", _by_svd(rows, wanted)
-        elif (
-            not accurate
-            and few_are_wanted(len(rows), rows.shape[1], wanted, rows.dtype)
-            and self.folder is None  # which is read once only
-            and has_values(rows)
-        ):
-            method, found = "davidson", _by_davidson(rows, wanted)
-        if found is None:  # not to be had more cheaply
-            method, found = "gram", _by_gram(rows, wanted, precision)
-        eigenvalues, directions = found
-        rank = usable_rank(eigenvalues, rows, None if method == "svd" else precision)
-        check_rank(rank, n_eigenvalues, self.n_samples)
-        rank = min(rank, wanted)
-        if method != "svd":
-            orthonormalize_(directions[:rank])
-        known = has_values(self.energy)
-        directions = directions[:rank]
-        if n_eigenvalues is not None and rank < 0.8 * len(self.buffer):
-            # Frees most of the buffer; where all directions were asked for there may
-            # be no room for a copy, and little to free.
-            directions = directions.clone()
-        return NystromBasis(
-            directions,
-            eigenvalues[:rank],
-            self.n_samples,
-            float(self.energy) if known else float("nan"),
-            "streaming" if self.compressed else method,
-            self.numels,
-            None if self.compressed or method == "davidson" else eigenvalues[rank:],
-        )
+            if self.filled == self.capacity:
+                U = torch.linalg.eigh(_gram(self._buffer))[1].flip(1)[:, : self.keep]
+                _multiply(U.T, self._buffer)
+                self.filled, self.compressed = self.keep, True
+            some = rows[: self.capacity - self.filled]
+            self._buffer[self.filled : self.filled + len(some)] = some
+            self.energy += _energy(some, self._buffer.numel() <= SVD_LIMIT)
+            self.filled += len(some)
+            rows = rows[len(some) :]
 
 
-def check_rank(rank: int, n_eigenvalues: int | None, n_samples: int) -> None:
-    """Refuse gradients without a usable direction, warn of fewer than asked for."""
-    if rank == 0:
-        raise ValueError(
-            f"All {n_samples} sampled gradients are zero: the outputs do not depend on "
-            "the parameters. Check that the right parameters require gradients."
-        )
+def nystrom_basis(
+    buffer: RowBuffer, n_eigenvalues: int | None, accurate: bool = False
+) -> NystromBasis:
+    """Return the top right singular vectors of all rows; all usable ones for None.
+
+    `accurate` is for those who need the small eigenvalues as well. Fewer usable
+    directions than `n_eigenvalues` truncate, with a `RankWarning`. The directions may
+    take the place of the rows in memory: the buffer is used up.
+    """
+    accurate = accurate or n_eigenvalues is None  # then the small ones count
+    basis = _decompose(buffer, n_eigenvalues, accurate)[0]
+    rank = basis.rank
     if n_eigenvalues is not None and rank < n_eigenvalues:
         warn_caller(
             f"n_eigenvalues={n_eigenvalues} exceeds the usable rank {rank} of the "
-            f"{n_samples} sampled gradients; using {rank}.",
+            f"{buffer.n_samples} sampled gradients; using {rank}.",
             RankWarning,
         )
+    if n_eigenvalues is None or rank > 0.8 * buffer.capacity:
+        return basis  # there may be no room for a copy, and there is little to free
+    return replace(basis, directions=basis.directions.clone())
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether both begin at the same place, where a tensor tells."""
-    return has_values(a) and a.data_ptr() == b.data_ptr() != 0
+def exact_basis(buffer: RowBuffer) -> tuple[NystromBasis, torch.Tensor]:
+    """Return all usable directions and the coefficients `(M, K)` of the rows in them,
+    float64, with rows = coefficients @ directions. The buffer is used up.
+
+    The coefficients are the features of the training data: they need no second pass.
+    """
+    if buffer.compressed:
+        raise ValueError(
+            f"The buffer holds a summary of {buffer.n_samples} gradients in "
+            f"{buffer.filled} rows; the exact basis needs all of them."
+        )
+    basis, coefficients = _decompose(buffer, None, True)
+    return basis, coefficients
 
 
-def basis_from_rows(rows: torch.Tensor, n_eigenvalues: int) -> NystromBasis:
-    """Top right singular vectors of gradients `(M, P)` that are all there."""
-    numels = (rows.shape[1],)
-    sketch = RowSketch(numels, len(rows) + 1, len(rows), rows.dtype, rows.device)
-    sketch.add(rows)
-    return sketch.basis(n_eigenvalues)
+def extend_exact(
+    basis: NystromBasis, coefficients: torch.Tensor, new_rows: torch.Tensor
+) -> tuple[NystromBasis, torch.Tensor]:
+    """Return an exact basis and its coefficients `(M + m, K')` with further rows.
+
+    A symmetric matrix H in the old basis is RᵀHR in the new one, with R the product
+    `basis.directions @ new.directions.T`.
+
+    Parameters
+    ----------
+    basis : NystromBasis
+    coefficients : torch.Tensor
+        `(M, K)` of the rows it was made from
+    new_rows : torch.Tensor
+        `(m, P)`
+    """
+    old = basis.directions
+    rest = new_rows.to(old)
+    within = rest @ old.T
+    rest = rest - within @ old
+    again = rest @ old.T  # what rounding left
+    rest, within = rest - again @ old, within + again
+    buffer = RowBuffer(basis.numels, len(rest) + 1, len(rest), old.dtype, old.device)
+    buffer.append(rest)
+    energy = float(_energy(new_rows, True))
+    top = max(float(basis.eigenvalues[0]), energy)
+    added, beyond = _decompose(buffer, None, True, top)
+    upper = torch.nn.functional.pad(coefficients.double(), (0, added.rank))
+    lower = torch.cat([within.double(), beyond], 1)
+    both = torch.cat([upper, lower.to(upper)])
+    eigenvalues, W = torch.linalg.eigh(both.mT @ both)
+    eigenvalues, W = eigenvalues.flip(0).clamp_min(0), W.flip(1)
+    extended = replace(
+        basis,
+        directions=W.T.to(old) @ torch.cat([old, added.directions]),
+        eigenvalues=eigenvalues,
+        n_samples=basis.n_samples + len(new_rows),
+        trace=basis.trace + energy,
+    )
+    return extended, both @ W
 
 
-def usable_rank(
-    eigenvalues: torch.Tensor, rows: torch.Tensor, gram_dtype: torch.dtype | None
+def sampled_span(groups: torch.Tensor, sketch: Sketch, basis: NystromBasis) -> Span:
+    """Return the span of the rows that a basis was made from, by their sums in groups
+    `(M, p)`. The groups are used up."""
+    buffer = RowBuffer(
+        (groups.shape[1],), len(groups) + 1, len(groups), groups.dtype, groups.device
+    )
+    buffer.append(groups)
+    if basis.tail is None:
+        raise ValueError("The span of a summary of the gradients is not known.")
+    eigenvalues = torch.cat([basis.eigenvalues, basis.tail])
+    return Span.of(_decompose(buffer, None, True)[0].directions, sketch, eigenvalues)
+
+
+# Decompositions
+
+
+def _decompose(
+    buffer: RowBuffer, limit: int | None, accurate: bool, top: float | None = None
+) -> tuple[NystromBasis, torch.Tensor]:
+    """Return the basis of at most `limit` usable directions, and the coefficients of
+    the rows. `top` is the largest eigenvalue of what the rows are a part of."""
+    rows, n_rows = buffer.rows, buffer.filled
+    k = min(limit or n_rows, *rows.shape)
+    precision = torch.float64 if accurate else rows.dtype
+    method, left = "gram", None
+    if rows.numel() <= SVD_LIMIT:
+        method, precision = "svd", None
+        left, singular, Vh = torch.linalg.svd(rows.double(), full_matrices=False)
+        eigenvalues, directions = singular.square(), Vh.to(rows.dtype)
+        left = left * singular
+    elif n_rows > rows.shape[1]:  # the eigenvectors of J̃ᵀJ̃ are the directions
+        eigenvalues, V = torch.linalg.eigh(_gram(rows.T, precision))
+        eigenvalues, directions = eigenvalues.flip(0), V.flip(1).T.to(rows.dtype)
+    else:
+        eigenvalues, U = torch.linalg.eigh(_gram(rows, precision))
+        eigenvalues, U = eigenvalues.flip(0).clamp_min(0), U.flip(1)[:, :k]
+        scale = eigenvalues[:k].sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+        directions = _multiply((U / scale * (eigenvalues[:k] > 0)).T, rows)
+        left = U * scale
+    rank = min(_usable_rank(eigenvalues, rows, precision, top), k)
+    if rank == 0 and top is None:
+        raise ValueError(
+            f"All {buffer.n_samples} sampled gradients are zero: the outputs do not "
+            "depend on the parameters. Check that the right parameters require "
+            "gradients."
+        )
+    directions = directions[:rank]
+    if method == "gram" and rank:
+        factor = _orthonormalize(directions)
+        left = None if left is None else left[:, :rank] @ factor
+    if left is None:  # the rows are still there
+        left = rows.double() @ directions.double().T
+    known = has_values(buffer.energy)
+    basis = NystromBasis(
+        directions,
+        eigenvalues[:rank].clamp_min(0),
+        buffer.n_samples,
+        float(buffer.energy) if known else float("nan"),
+        "streaming" if buffer.compressed else method,
+        buffer.numels,
+        None if buffer.compressed else eigenvalues[rank:].clamp_min(0),
+    )
+    return basis, left[:, :rank]
+
+
+def _usable_rank(
+    eigenvalues: torch.Tensor,
+    rows: torch.Tensor,
+    gram_dtype: torch.dtype | None,
+    top: float | None,
 ) -> int:
-    """Number of directions that stand above the rounding noise of the rows.
+    """Return the number of directions above the rounding noise of the rows.
 
     Noise of relative size ε in the entries has spectral norm of about ε√max(M, P)·σ₁;
     a Gram matrix carries its own rounding noise of about ε√M·λ₁, by its products.
@@ -281,50 +354,60 @@ def usable_rank(
     if not has_values(eigenvalues):
         return min(rows.shape)
     eps = torch.finfo(rows.dtype).eps
-    top = float(eigenvalues[0])
+    top = max(float(eigenvalues[0]), top or 0.0)
     noise = (10 * eps) ** 2 * max(rows.shape)
     if gram_dtype is not None:
         noise = max(noise, torch.finfo(gram_dtype).eps * len(rows) ** 0.5)
     return int((eigenvalues > top * noise).sum())
 
 
-def _by_svd(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All eigenvalues (descending) and the top directions `(k, P)`."""
-    _, singular, Vh = torch.linalg.svd(rows.double(), full_matrices=False)
-    return singular.square(), Vh[:k].to(rows.dtype)
+def _energy(rows: torch.Tensor, accurate: bool) -> torch.Tensor:
+    """Return the sum of all squares in float64: of a block in the rows' dtype, unless
+    all are to be `accurate`, which takes five times as long."""
+    parts = rows.reshape(-1).split(WIDTH)
+    if accurate:
+        parts = [part.double() for part in parts]
+    return torch.stack([torch.dot(part, part) for part in parts]).double().sum()
 
 
-def _by_gram(
-    rows: torch.Tensor, k: int, precision: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same through the eigendecomposition of J̃J̃ᵀ in float64, in place; of J̃ᵀJ̃,
-    whose eigenvectors are the directions themselves, where that is smaller."""
-    if len(rows) > rows.shape[1]:
-        eigenvalues, V = torch.linalg.eigh(gram(rows.T, precision))
-        return eigenvalues.flip(0).clamp_min(0), V.flip(1)[:, :k].T.to(rows.dtype)
-    eigenvalues, U = torch.linalg.eigh(gram(rows, precision))
-    eigenvalues, U = eigenvalues.flip(0).clamp_min(0), U.flip(1)[:, :k]
-    return eigenvalues, _directions(rows, eigenvalues[:k], U)
+def _gram(rows: torch.Tensor, precision: torch.dtype | None = None) -> torch.Tensor:
+    """Return J̃J̃ᵀ `(M, M)`: products in the rows' dtype unless told, added up in
+    float64. Only the blocks on and below the diagonal are multiplied."""
+    dtype = rows.dtype if precision is None else precision
+    width = WIDTH if dtype == rows.dtype else WIDTH // 8  # copies should be small
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    with full_precision(rows.device):
+        for columns in chunks(rows.shape[1], width):
+            block = rows[:, columns].to(dtype)
+            for part in chunks(len(rows), HEIGHT):
+                total[part, : part.stop] += block[part] @ block[: part.stop].T
+    for part in chunks(len(rows), HEIGHT):  # in place: copies would be as large
+        total[: part.start, part] = total[part, : part.start].T
+        square = total[part, part]
+        square.copy_(square.tril() + square.tril(-1).T)
+    return total
 
 
-def _directions(
-    rows: torch.Tensor, eigenvalues: torch.Tensor, U: torch.Tensor
-) -> torch.Tensor:
-    """v_k = J̃ᵀu_k/√λ_k `(k, P)`, in the place of the first rows; zero for λ_k = 0."""
-    scale = eigenvalues.sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-    multiply((U / scale * (eigenvalues > 0)).T, rows, out=rows)
-    return rows[: len(eigenvalues)]
+def _multiply(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return matrix @ rows, in the place of the first rows."""
+    matrix = matrix.to(rows.dtype)
+    with full_precision(rows.device):
+        for columns in chunks(rows.shape[1], WIDTH // 8):
+            rows[: len(matrix), columns] = matrix @ rows[:, columns]
+    return rows[: len(matrix)]
 
 
-def few_are_wanted(n_rows: int, n_params: int, k: int, dtype: torch.dtype) -> bool:
-    """Whether the top k directions cost less than the Gram matrix of so many rows."""
-    large = n_rows * n_params > SVD_LIMIT and n_rows <= n_params
-    return large and n_rows >= FEW_RATIO * k and dtype == torch.float32
+def _orthonormalize(directions: torch.Tensor) -> torch.Tensor:
+    """Make rows orthonormal in place, keeping their nested spans (Cholesky-QR), and
+    return the triangular L `(K, K)` with directions = L·(orthonormal rows).
 
-
-def _by_davidson(
-    rows: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The top eigenvalues alone and their directions, in place, or None."""
-    found = leading_eigenpairs(rows, k)
-    return None if found is None else (found[0], _directions(rows, *found))
+    Dividing by √λ_k loses digits for small λ_k; this restores orthogonality.
+    """
+    factor, info = torch.linalg.cholesky_ex(_gram(directions))
+    if has_values(info) and info.any():  # too close to singular for a Gram matrix
+        Q, R = torch.linalg.qr(directions.double().T)
+        directions.copy_(Q.T)
+        return R.T
+    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    _multiply(torch.linalg.solve_triangular(factor, eye, upper=False), directions)
+    return factor

@@ -5,24 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from laplace_ella.posterior import likelihood
+from laplace_ella.derivatives.complements import Span
+from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.posterior.basis import NystromBasis
-from laplace_ella.posterior.likelihood import Family
-from laplace_ella.posterior.observation import ObservationModel
-from laplace_ella.posterior.outside import Complement, EvidenceOf, Tail
+from laplace_ella.posterior.complement import Complement, EvidenceScope, Tail
+from laplace_ella.posterior.likelihood import losses
+from laplace_ella.posterior.observation import Family, ObservationModel
+from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.posterior.spectrum import Spectrum
-from laplace_ella.posterior.subspace import SubspacePosterior
 from laplace_ella.support.batches import has_values
-from laplace_ella.support.span import Span
 
-__all__ = ["Fit", "Sums"]
+__all__ = ["CurvatureSum", "Fit", "TrainingRows"]
 
 
 @dataclass(frozen=True)
-class Sums:
+class CurvatureSum:
     """What a pass over the data adds up.
 
     Attributes
@@ -40,24 +41,44 @@ class Sums:
     n_data: int
 
     @classmethod
-    def zero(cls, rank: int, n_noises: int, device: torch.device) -> Sums:
-        """Nothing added up yet; output by output if there are several noises."""
+    def zero(cls, rank: int, n_noises: int, device: torch.device) -> CurvatureSum:
+        """Return sums of nothing; output by output if there are several noises."""
         each = (n_noises,) if n_noises > 1 else ()
         H = torch.zeros(*each, rank, rank, dtype=torch.float64, device=device)
         return cls(H, H.new_zeros(each), 0)
 
     def add(
         self, f: torch.Tensor, psi: torch.Tensor, y: torch.Tensor, family: Family
-    ) -> Sums:
-        """The sums with further examples: outputs (b, S, C), targets (b, S, ...) and
-        curvature roots (b, ..., K), or (b, S, C, K) where outputs are kept apart."""
-        loss = likelihood.losses(f.flatten(0, 1), y.flatten(0, 1), family)
+    ) -> CurvatureSum:
+        """Return the sums with further examples: outputs `(b, S, C)`, curvature roots
+        `(b, ..., K)`, or `(b, S, C, K)` where outputs are kept apart, and targets
+        `(b, S, ...)`."""
+        loss = losses(f.flatten(0, 1), y.flatten(0, 1), family)
         if self.H.ndim == 3:
             H = torch.einsum("bsck,bscl->ckl", psi, psi)
         else:
             flat = psi.flatten(0, -2)
             H, loss = flat.mT @ flat, loss.sum()
-        return Sums(self.H + H, self.loss + loss, self.n_data + len(f))
+        return CurvatureSum(self.H + H, self.loss + loss, self.n_data + len(f))
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """Outputs, features and targets of the training data of an exact fit.
+
+    Attributes
+    ----------
+    f : torch.Tensor
+        `(N, S, C)`
+    phi : torch.Tensor
+        `(N, S, C, K)`, the coefficients of their gradients in the basis
+    y : torch.Tensor
+        checked targets `(N, S, ...)`
+    """
+
+    f: torch.Tensor
+    phi: torch.Tensor
+    y: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -67,8 +88,8 @@ class Fit:
     Attributes
     ----------
     basis : NystromBasis
-    sums : Sums
-        curvature and loss of the data that were added up, none after `fit_basis`
+    sums : CurvatureSum
+        of the data that were added up, none after `fit_basis`
     output_shape : tuple of int
         of one training example, all positions
     mean : torch.Tensor
@@ -77,6 +98,8 @@ class Fit:
         in which derivatives are computed
     complement : Complement
         what suits the directions outside this basis, if nobody says otherwise
+    linearizer : Linearizer
+        the derivatives that it was made with
     history : tuple of dict
         'n_data' and validation 'loss' in the course of the fit
     spans_all : bool
@@ -84,20 +107,30 @@ class Fit:
     curvature_rows : bool
         whether the gradients of pairs are the rows of the curvature's root, as for
         regression with the GGN: the spectrum of a sample of them tells that of all
+    complete : bool
+        whether the sampled gradients are those of all data that were added up
     span : Span, optional
         of the sampled gradients, where it was kept
+    training : TrainingRows, optional
+        of an exact fit, where memory allows
+    examples : Any, optional
+        a few inputs of the first batch, on the CPU
     """
 
     basis: NystromBasis
-    sums: Sums
+    sums: CurvatureSum
     output_shape: tuple[int, ...]
     mean: torch.Tensor
     dtype: torch.dtype
     complement: Complement
+    linearizer: Linearizer
     history: tuple[dict[str, float], ...] = ()
     spans_all: bool = False
     curvature_rows: bool = False
+    complete: bool = False
     span: Span | None = None
+    training: TrainingRows | None = None
+    examples: Any = None
 
     @cached_property
     def tail(self) -> Tail | None:
@@ -110,8 +143,9 @@ class Fit:
         with torch.inference_mode(False):  # it is kept, and differentiated later
             eigenvalues = torch.cat([basis.eigenvalues, basis.tail])
             eigenvalues = eigenvalues.to(self.sums.H.device)
-        n_params = basis.directions.shape[1]
-        spectrum = Spectrum(eigenvalues, basis.n_samples, n_rows, n_params)
+        spectrum = Spectrum(
+            eigenvalues, basis.n_samples, n_rows, len(self.mean), self.complete
+        )
         return Tail(spectrum, self.span)
 
     @property
@@ -120,14 +154,20 @@ class Fit:
         return math.prod(self.output_shape)
 
     def truncate(self, rank: int) -> Fit:
-        """The fit with the first `rank` directions: bases are nested."""
-        sums = replace(self.sums, H=self.sums.H[..., :rank, :rank])
-        spans_all = self.spans_all and rank == self.basis.rank
-        basis = self.basis.truncate(rank)
-        return replace(self, basis=basis, sums=sums, spans_all=spans_all)
+        """Return the fit with the first `rank` directions: bases are nested."""
+        training = self.training
+        if training is not None:
+            training = replace(training, phi=training.phi[..., :rank])
+        return replace(
+            self,
+            basis=self.basis.truncate(rank),
+            sums=replace(self.sums, H=self.sums.H[..., :rank, :rank]),
+            spans_all=self.spans_all and rank == self.basis.rank,
+            training=training,
+        )
 
     def check_noises(self, n_noises: int) -> None:
-        """Several noises need curvature that was added up output by output."""
+        """Refuse several noises of curvature that was not added up output by output."""
         H = self.sums.H
         if H.ndim == 2:
             raise ValueError(
@@ -144,17 +184,18 @@ class Fit:
         observation: ObservationModel,
         prior: torch.Tensor,
         complement: Complement | float,
-        evidence: EvidenceOf = EvidenceOf.BASIS,
+        evidence: EvidenceScope = EvidenceScope.BASIS,
     ) -> SubspacePosterior:
-        """The posterior under given hyperparameters."""
+        """Return the posterior under given hyperparameters."""
         H, factor = observation.weigh(self.sums.H)
-        whole = evidence is EvidenceOf.WHOLE
+        whole = evidence is EvidenceScope.WHOLE
         return SubspacePosterior(
             self.basis, H, factor, prior, complement, self.tail, whole
         )
 
     def variance_error(self, posterior: SubspacePosterior) -> float:
-        """Relative error of the variance at training inputs that rounding makes.
+        """Return the relative error of the variance at training inputs that rounding
+        makes.
 
         Exact variances there are Σ_k λ_k/(fλ_k + δ) on average, with the eigenvalues
         λ of JJᵀ. Directions below the rounding noise were given up and keep λ/δ, and

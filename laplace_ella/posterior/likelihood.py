@@ -1,26 +1,21 @@
-"""Losses and likelihood curvature, without any C×C matrix.
+"""Targets, losses and curvature of a likelihood, without any C×C matrix.
 
 The conventions are Laplace's: classification loss is the summed cross-entropy, the
 regression loss half the summed square error; noise and temperature enter later,
-through `_H_factor`. A row is one position of one example, see `layout`.
+through `ObservationModel`. A row is one position of one example, see `Positions`.
 """
 
 from __future__ import annotations
 
-from enum import Enum
-
 import torch
-from laplace.utils.enums import Likelihood
 from torch.nn import functional as F
 
-from laplace_ella.support.batches import has_values
-from laplace_ella.support.layout import OutputLayout, Positions
+from laplace_ella.posterior.observation import Family
+from laplace_ella.support.batches import OutputLayout, Positions, has_values
 
 __all__ = [
     "IGNORED",
-    "Family",
     "curvature_root",
-    "largest_curvature",
     "losses",
     "observed",
     "sample_cotangents",
@@ -32,40 +27,10 @@ __all__ = [
 IGNORED = -100
 
 
-class Family(str, Enum):
-    """Distribution of the targets given the outputs."""
-
-    GAUSSIAN = "gaussian"
-    """Regression: Λ = I, the noise is a factor of its own."""
-
-    CATEGORICAL = "categorical"
-    """One of C classes, by the softmax: Λ = diag(p) − ppᵀ."""
-
-    BERNOULLI = "bernoulli"
-    """C labels, each there or not, by the sigmoid: Λ = diag(p(1 − p))."""
-
-    @classmethod
-    def of(cls, likelihood: Likelihood | str, multi_label: bool = False) -> Family:
-        """Laplace's likelihood; reward models are fitted as classifiers."""
-        if likelihood == Likelihood.REGRESSION:
-            return cls.GAUSSIAN
-        return cls.BERNOULLI if multi_label else cls.CATEGORICAL
-
-    @property
-    def is_regression(self) -> bool:
-        return self is Family.GAUSSIAN
-
-    def probabilities(self, logits: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The inverse link of classes or labels."""
-        if self is Family.BERNOULLI:
-            return logits.sigmoid()
-        return logits.softmax(dim)
-
-
 def target_rows(
     y: torch.Tensor, size: int, positions: Positions, family: Family
 ) -> torch.Tensor:
-    """Targets of `size` examples as rows `(size·S, ...)`, checked.
+    """Return targets of `size` examples as rows `(size·S, ...)`, checked.
 
     An error names what was expected and what came.
     """
@@ -98,7 +63,7 @@ def target_rows(
 
 
 def _reshaped(y: torch.Tensor, size: int, positions: Positions) -> str:
-    """How targets of the right number of values get the right shape, if they can."""
+    """Say how targets with the right number of values get the right shape."""
     shape = (size, *positions.output_shape)
     first = positions.layout is OutputLayout.CHANNELS_FIRST
     channels = 1 if first else len(shape) - 1
@@ -110,8 +75,8 @@ def _reshaped(y: torch.Tensor, size: int, positions: Positions) -> str:
 
 
 def _check_values(rows: torch.Tensor, positions: Positions, family: Family) -> None:
-    """Targets must be finite, labels lie in [0, 1], probabilities sum to one, class
-    indices lie in range(C)."""
+    """Refuse targets that are not finite, labels outside [0, 1], probabilities that do
+    not sum to one, class indices outside range(C)."""
     if not rows.numel():
         return
     if rows.dtype.is_floating_point and not bool(torch.isfinite(rows).all()):
@@ -157,16 +122,16 @@ def _check_values(rows: torch.Tensor, positions: Positions, family: Family) -> N
 
 
 def observed(y: torch.Tensor, family: Family) -> torch.Tensor | None:
-    """Which rows have a target, or None where all rows do by their form."""
+    """Return which rows have a target, or None where all rows do by their form."""
     if family is not Family.CATEGORICAL or y.dtype.is_floating_point:
         return None
     return y != IGNORED
 
 
 def losses(f: torch.Tensor, y: torch.Tensor, family: Family) -> torch.Tensor:
-    """Loss of outputs (R, C) and checked targets, summed over the rows, float64.
+    """Return the loss of outputs `(R, C)` and checked targets, summed over the rows.
 
-    One value per output, `(C,)`, for regression, whose outputs may differ in noise;
+    Float64; for regression one value per output, `(C,)`, as they may differ in noise;
     a scalar otherwise.
     """
     f = f.double()
@@ -179,7 +144,7 @@ def losses(f: torch.Tensor, y: torch.Tensor, family: Family) -> torch.Tensor:
 
 
 def curvature_root(f: torch.Tensor, phi: torch.Tensor, family: Family) -> torch.Tensor:
-    """ψ `(R, C, K)` in float64 with Σ_c ψ_cψ_cᵀ = φᵀΛφ for every row.
+    """Return ψ `(R, C, K)` in float64 with Σ_c ψ_cψ_cᵀ = φᵀΛφ for every row.
 
     For the softmax Λ = diag(p) − ppᵀ, so φᵀΛφ = Σ_c p_c φ̃_c φ̃_cᵀ with φ̃ = φ − Σ_c
     p_c φ_c: a sum of squares, positive semi-definite also in floating point.
@@ -201,43 +166,13 @@ def curvature_root(f: torch.Tensor, phi: torch.Tensor, family: Family) -> torch.
     return p.sqrt() * (phi - (p * phi).sum(1, keepdim=True))
 
 
-def largest_curvature(f: torch.Tensor, family: Family | Likelihood | str) -> float:
-    """c_Λ without noise and temperature: the largest ‖Λ(x)‖ over outputs `(B, C)`.
-
-    `family` may also be the name of a likelihood of Laplace, as users know it.
-    1 for regression, the largest p(1 − p) for labels. For the softmax Λ = diag(p) −
-    ppᵀ, whose largest eigenvalue lies between the two largest probabilities and is the
-    root there of the secular equation Σ_c p_c²/(p_c − λ) = 1, found by bisection
-    without any C×C matrix. It is at most ½.
-    """
-    if not isinstance(family, Family):
-        family = Family.of(Likelihood(family))
-    if family.is_regression:
-        return 1.0
-    if family is Family.BERNOULLI:
-        p = f.double().sigmoid()
-        return float((p * (1 - p)).max())
-    p = f.double().softmax(-1)
-    if p.shape[-1] == 1:
-        return 0.0
-    top = p.topk(2, dim=-1).values
-    low, high = top[:, 1], top[:, 0]
-    for _ in range(60):
-        middle = (low + high) / 2
-        gaps = p - middle.unsqueeze(-1)
-        terms = torch.where(gaps == 0, 0.0, p.square() / gaps)
-        below = terms.sum(-1) < 1
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return float(high.max())
-
-
 def sample_cotangents(
     f: torch.Tensor,
     family: Family,
     n_samples: int,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """n random cotangents c of every row with E[ccᵀ] = Λ/n and mean zero, `(R, C, n)`.
+    """Draw n cotangents c of every row with E[ccᵀ] = Λ/n and mean zero, `(R, C, n)`.
 
     The outer products of cᵀJ(x) are then an unbiased estimate of JᵀΛJ, a Monte-Carlo
     Fisher; of rows that belong to one example, c may be added up. Laplace's backends
@@ -268,7 +203,7 @@ def sample_cotangents(
 
 
 def target_cotangents(f: torch.Tensor, y: torch.Tensor, family: Family) -> torch.Tensor:
-    """c `(R, C)` in float64 with ccᵀ the empirical Fisher of every row.
+    """Return c `(R, C)` in float64 with ccᵀ the empirical Fisher of every row.
 
     c is the gradient of the loss by the outputs; of rows that belong to one example, c
     adds up in cᵀJ(x). Regression has a factor of √2: Laplace halves the outer product

@@ -1,21 +1,314 @@
-"""What is assumed of the targets: their distribution, their layout and their noise."""
+"""What is assumed of the targets, and predictions from a Gaussian over the outputs.
+
+f_var = AAᵀ (+ a residual where the complement of the subspace is kept). Every link
+needs row norms, row sums or samples of it: the C×C matrix is formed where the caller
+asks for it, and nowhere else. Index legend: B rows, C outputs, K rank, S samples.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
+from laplace.utils.enums import Likelihood
 
 from laplace_ella import metrics
-from laplace_ella.posterior import likelihood, predictive
-from laplace_ella.posterior.likelihood import Family
-from laplace_ella.posterior.predictive import FunctionValues
-from laplace_ella.support.layout import OutputLayout, Positions
-from laplace_ella.support.links import Link
+from laplace_ella.support.batches import OutputLayout, Positions, chunks
+from laplace_ella.support.checks import member
 
-__all__ = ["ObservationModel"]
+__all__ = [
+    "Family",
+    "FunctionValues",
+    "Link",
+    "ObservationModel",
+    "class_probabilities",
+    "draw",
+    "psd_root",
+]
+
+#: Numbers that one chunk of Monte-Carlo samples may hold.
+SAMPLE_BUDGET = 2**24
+
+
+class Family(str, Enum):
+    """Distribution of the targets given the outputs."""
+
+    GAUSSIAN = "gaussian"
+    """Regression: Λ = I, the noise is a factor of its own."""
+
+    CATEGORICAL = "categorical"
+    """One of C classes, by the softmax: Λ = diag(p) − ppᵀ."""
+
+    BERNOULLI = "bernoulli"
+    """C labels, each there or not, by the sigmoid: Λ = diag(p(1 − p))."""
+
+    @classmethod
+    def of(cls, likelihood: Likelihood | str, multi_label: bool = False) -> Family:
+        """Return that of Laplace's likelihood; reward models are classifiers."""
+        if likelihood == Likelihood.REGRESSION:
+            return cls.GAUSSIAN
+        return cls.BERNOULLI if multi_label else cls.CATEGORICAL
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the targets are real numbers."""
+        return self is Family.GAUSSIAN
+
+    def probabilities(self, logits: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Return probabilities of classes or labels."""
+        if self is Family.BERNOULLI:
+            return logits.sigmoid()
+        return logits.softmax(dim)
+
+
+class Link(str, Enum):
+    """E[softmax(f)] for Gaussian logits f, approximately.
+
+    All but one are those of `laplace.utils.enums.LinkApprox`, whose members are
+    accepted wherever these are.
+
+    Examples
+    --------
+    >>> f = FunctionValues(torch.randn(4, 3), torch.randn(4, 3, 2))
+    >>> a = class_probabilities(f, "probit_centered")
+    >>> b = class_probabilities(f, Link.MC, n_samples=4000)
+    >>> bool((a - b).abs().max() < 0.2)
+    True
+    """
+
+    MC = "mc"
+    """The mean over samples of f: right up to 1/√n_samples, for every covariance."""
+
+    PROBIT = "probit"
+    """Each logit divided by √(1 + π/8·var), as in laplace-torch. It takes a common
+    shift of all logits, which the softmax does not see, for uncertainty."""
+
+    PROBIT_CENTERED = "probit_centered"
+    """The same for f less its mean over the classes, var being that of each logit's
+    distance from the mean of the others: at the price of probit, closer to sampling
+    wherever logits vary together, and right for two classes."""
+
+    BRIDGE = "bridge"
+    """The mean of the Dirichlet that the Laplace bridge leads to."""
+
+    BRIDGE_NORM = "bridge_norm"
+    """The same with the variance normalised first, and with it the scale of f: a
+    softmax temperature changes nothing."""
+
+
+# A Gaussian over the outputs
+
+
+@dataclass(frozen=True)
+class FunctionValues:
+    """Gaussian over the function values at B rows, independent between them.
+
+    Attributes
+    ----------
+    mean : torch.Tensor
+        `(B, C)`
+    factor : torch.Tensor
+        A `(B, C, K)`
+    residual : torch.Tensor, optional
+        `(B, C, C)`, positive semi-definite; the covariance is AAᵀ + residual
+    """
+
+    mean: torch.Tensor
+    factor: torch.Tensor
+    residual: torch.Tensor | None = None
+
+    @classmethod
+    def of_outputs(
+        cls,
+        mean: torch.Tensor,
+        factor: torch.Tensor,
+        residual: torch.Tensor | None,
+        outputs: torch.Tensor,
+    ) -> FunctionValues:
+        """Return a Gaussian of which only c `outputs` `(B, c)` vary: those that factor
+        `(B, c, K)` and residual `(B, c, c)` are of."""
+        # Narrow first, then wide: C×K numbers of many classes would cost more than
+        # the roots of small matrices. Those have no safe gradient.
+        if not factor.requires_grad:
+            factor, residual = cls(mean, factor, residual).root(), None
+        wide = factor.new_zeros(*mean.shape, factor.shape[-1])
+        wide = wide.scatter(1, outputs.unsqueeze(-1).expand_as(factor), factor)
+        if residual is None:
+            return cls(mean, wide)
+        C = mean.shape[-1]
+        columns = residual.new_zeros(*residual.shape[:-1], C)
+        columns = columns.scatter(2, outputs.unsqueeze(1).expand_as(residual), residual)
+        square = residual.new_zeros(len(mean), C, C)
+        rows = outputs.unsqueeze(-1).expand_as(columns)
+        return cls(mean, wide, square.scatter(1, rows, columns))
+
+    def variance(self) -> torch.Tensor:
+        """Return marginal variances `(B, C)`."""
+        variance = self.factor.square().sum(-1)
+        if self.residual is not None:
+            variance = variance + self.residual.diagonal(dim1=-2, dim2=-1)
+        return variance
+
+    def covariance(self) -> torch.Tensor:
+        """Return f_var `(B, C, C)`."""
+        covariance = self.factor @ self.factor.mT
+        return covariance if self.residual is None else covariance + self.residual
+
+    def row_sums(self) -> torch.Tensor:
+        """Return f_var · 1 `(B, C)`, as A(Aᵀ1)."""
+        sums = (self.factor @ self.factor.sum(1).unsqueeze(-1)).squeeze(-1)
+        return sums if self.residual is None else sums + self.residual.sum(-1)
+
+    def divided_by(self, scale: float) -> FunctionValues:
+        """Return the Gaussian of f/scale; by 1 the very same numbers."""
+        if scale == 1:
+            return self
+        residual = None if self.residual is None else self.residual / scale**2
+        return FunctionValues(self.mean / scale, self.factor / scale, residual)
+
+    def centered(self) -> FunctionValues:
+        """Return the Gaussian of f − mean_c f, which has the same softmax.
+
+        The factor is centred, not the covariance: nothing cancels where the common
+        shift has nearly all of the variance, and no C×C matrix is formed.
+        """
+        mean = self.mean - self.mean.mean(-1, keepdim=True)
+        factor = self.factor - self.factor.mean(-2, keepdim=True)
+        residual = self.residual
+        if residual is not None:
+            residual = residual - residual.mean(-1, keepdim=True)
+            residual = residual - residual.mean(-2, keepdim=True)
+        return FunctionValues(mean, factor, residual)
+
+    def root(self) -> torch.Tensor:
+        """Return R `(B, C, min(K, C))` with RRᵀ = f_var.
+
+        Samples need as much noise as the root has columns: of the low-rank factor and
+        the root of the C×C covariance the narrower one is taken.
+        """
+        if self.residual is None and self.factor.shape[-1] <= self.factor.shape[-2]:
+            return self.factor
+        return psd_root(self.covariance())
+
+
+def psd_root(matrix: torch.Tensor) -> torch.Tensor:
+    """Return symmetric roots of positive semi-definite matrices `(..., n, n)`.
+
+    They may be singular. The root is continuous in the matrix, so that the same noise
+    gives samples that vary smoothly with prior and temperature; eigenvectors alone
+    change sign and order. Where the diagonal is NaN, so is that row of the root, and
+    the others are what they are without it.
+    """
+    bad = ~torch.isfinite(matrix.diagonal(dim1=-2, dim2=-1))
+    known = matrix.masked_fill(bad.unsqueeze(-1) | bad.unsqueeze(-2), 0)
+    eigenvalues, Q = torch.linalg.eigh(known.double())
+    root = eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)
+    root = ((Q * root) @ Q.mT).to(matrix.dtype)
+    return root.masked_fill(bad.unsqueeze(-1), torch.nan)
+
+
+def draw(
+    f: FunctionValues,
+    n_samples: int,
+    generator: torch.Generator | None,
+    diagonal_output: bool = False,
+) -> torch.Tensor:
+    """Draw samples `(S, B, C)`, independent between rows.
+
+    `diagonal_output` samples the outputs independently, by their marginal variances.
+    """
+    B, C = f.mean.shape
+    drawn = {"generator": generator, "dtype": f.mean.dtype, "device": f.mean.device}
+    if diagonal_output:
+        noise = torch.randn(n_samples, B, C, **drawn)
+        return f.mean + f.variance().sqrt() * noise
+    root = f.root()
+    noise = torch.randn(B, root.shape[-1], n_samples, **drawn)
+    # (B, C, R) @ (B, R, S) → (B, C, S): one batched product for all samples
+    return f.mean + (root @ noise).permute(2, 0, 1)
+
+
+# Links
+
+
+def class_probabilities(
+    f: FunctionValues,
+    link: Link | str,
+    n_samples: int = 100,
+    diagonal_output: bool = False,
+    generator: torch.Generator | None = None,
+    family: Family = Family.CATEGORICAL,
+) -> torch.Tensor:
+    """Return probabilities `(B, C)` of classes or labels by one of the links.
+
+    `diagonal_output` takes the logits for independent, by their marginal variances.
+    """
+    link = member(Link, "link_approx", link)
+    if link is Link.PROBIT:
+        return _moderated(f.mean, f.variance(), family)
+    if link is Link.PROBIT_CENTERED:
+        return _centered_probit(f, diagonal_output)
+    if link is not Link.MC:
+        return _bridge(f, normalize=link is Link.BRIDGE_NORM)
+    if not diagonal_output:  # the root is taken once for all chunks
+        f = FunctionValues(f.mean, f.root())
+    total = torch.zeros_like(f.mean)
+    per_sample = f.mean.shape[0] * max(f.factor.shape[1:])
+    for part in chunks(n_samples, SAMPLE_BUDGET // max(1, per_sample)):
+        samples = draw(f, part.stop - part.start, generator, diagonal_output)
+        total = total + family.probabilities(samples).sum(0)
+    return total / n_samples
+
+
+def _moderated(
+    mean: torch.Tensor, variance: torch.Tensor, family: Family = Family.CATEGORICAL
+) -> torch.Tensor:
+    """Scale logits by 1/√(1 + π/8·var) before the softmax or sigmoid."""
+    kappa = torch.rsqrt(1 + math.pi / 8 * variance)
+    return family.probabilities(kappa * mean)
+
+
+def _centered_probit(f: FunctionValues, diagonal_output: bool) -> torch.Tensor:
+    """Return the probit of f − mean_c f: a common shift is no uncertainty.
+
+    The variance of a logit is that of its distance from the mean of the others,
+    (f_c − mean f)·C/(C − 1): of two classes the variance of f₁ − f₂, with which
+    MacKay's approximation of the sigmoid is met.
+    """
+    centered = f.centered()
+    C = f.mean.shape[-1]
+    if diagonal_output:
+        marginal = f.variance()
+        variance = marginal * (1 - 2 / C) + marginal.sum(-1, keepdim=True) / C**2
+    else:
+        variance = centered.variance()
+    others = max(C - 1, 1)
+    return _moderated(centered.mean, variance * (C / others) ** 2)
+
+
+def _bridge(f: FunctionValues, normalize: bool) -> torch.Tensor:
+    """Return the mean of the Laplace bridge's Dirichlet; `normalize` corrects the
+    variance first."""
+    C = f.mean.shape[-1]
+    tiny = torch.finfo(f.mean.dtype).tiny
+    # Condition on Σ_c f_c = 0, from row sums of f_var alone.
+    rows = f.row_sums()  # (B, C)
+    total = rows.sum(-1, keepdim=True).clamp_min(tiny)
+    mean = f.mean - rows * f.mean.sum(-1, keepdim=True) / total
+    var = (f.variance() - rows.square() / total).clamp_min(tiny)
+    if normalize:
+        c = var.mean(-1, keepdim=True) / math.sqrt(C / 2)
+        mean, var = mean / c.sqrt(), var / c
+    # α = (1 − 2/C + e^f Σ_j e^{-f_j} / C²) / var, in logarithms: e^f may overflow
+    log_ratio = mean + torch.logsumexp(-mean, -1, keepdim=True) - 2 * math.log(C)
+    offset = torch.full_like(log_ratio, max(1 - 2 / C, 0.0)).log()
+    return torch.softmax(torch.logaddexp(offset, log_ratio) - var.log(), dim=-1)
+
+
+# What is assumed of the targets
 
 
 @dataclass(frozen=True)
@@ -54,7 +347,7 @@ class ObservationModel:
         return self.sigma_noise.numel() > 1
 
     def check_noise(self, positions: Positions) -> None:
-        """As many noises as there are outputs at a position, if not one for all."""
+        """Refuse a number of noises that is neither one nor that of the outputs."""
         n, C = self.sigma_noise.numel(), positions.n_channels
         if n not in (1, C):
             raise ValueError(
@@ -62,46 +355,6 @@ class ObservationModel:
                 f"{' at each position' if positions.shape else ''}: pass one "
                 "number, or one for each output."
             )
-
-    def rows(
-        self, y: torch.Tensor, n_rows: int, positions: Positions
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Checked targets as rows, and which of these are observed (None for all)."""
-        size = n_rows // positions.n_positions
-        y = likelihood.target_rows(y, size, positions, self.family)
-        known = likelihood.observed(y, self.family)
-        return y, known
-
-    def weigh(self, H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Curvature `(K, K)` and the factor f it is multiplied by.
-
-        Curvature per output, `(C, K, K)`, is weighted by the output's noise.
-        """
-        sigma = self.sigma_noise
-        temperature = torch.as_tensor(
-            self.temperature, dtype=sigma.dtype, device=sigma.device
-        )
-        if H.ndim == 2:
-            return H, 1 / sigma.square() / temperature
-        precisions = sigma.double().square().reciprocal().expand(len(H))
-        return torch.einsum("c,ckl->kl", precisions, H), 1 / temperature
-
-    def log_likelihood(
-        self, loss: torch.Tensor, n_data: int, n_outputs: int
-    ) -> torch.Tensor:
-        """Log likelihood of N data from their loss, differentiable in the noise.
-
-        `loss` is a sum over all outputs, or one value per output `(C,)`.
-        """
-        sigma = self.sigma_noise
-        factor = 1 / sigma.square() / self.temperature
-        if not self.family.is_regression:
-            return -(factor * loss).sum()
-        loss = loss.reshape(-1)
-        n_each = n_data * n_outputs / loss.numel()
-        noise = sigma.reshape(-1).expand_as(loss)
-        normalizer = n_each * (noise * math.sqrt(2 * math.pi)).log()
-        return -(factor * loss + normalizer).sum()
 
     def check_link(self, link_approx: Link, n_channels: int | None = None) -> None:
         """Refuse a link that is not for predictions of C outputs, if C is known."""
@@ -124,8 +377,40 @@ class ObservationModel:
                 "'probit', 'probit_centered' or 'mc'."
             )
 
+    def weigh(self, H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return curvature `(K, K)` and the factor f it is multiplied by.
+
+        Curvature per output, `(C, K, K)`, is weighted by the output's noise.
+        """
+        sigma = self.sigma_noise
+        temperature = torch.as_tensor(
+            self.temperature, dtype=sigma.dtype, device=sigma.device
+        )
+        if H.ndim == 2:
+            return H, 1 / sigma.square() / temperature
+        precisions = sigma.double().square().reciprocal().expand(len(H))
+        return torch.einsum("c,ckl->kl", precisions, H), 1 / temperature
+
+    def log_likelihood(
+        self, loss: torch.Tensor, n_data: int, n_outputs: int
+    ) -> torch.Tensor:
+        """Return the log likelihood of N data from their loss, differentiable in the
+        noise.
+
+        `loss` is a sum over all outputs, or one value per output `(C,)`.
+        """
+        sigma = self.sigma_noise
+        factor = 1 / sigma.square() / self.temperature
+        if not self.family.is_regression:
+            return -(factor * loss).sum()
+        loss = loss.reshape(-1)
+        n_each = n_data * n_outputs / loss.numel()
+        noise = sigma.reshape(-1).expand_as(loss)
+        normalizer = n_each * (noise * math.sqrt(2 * math.pi)).log()
+        return -(factor * loss + normalizer).sum()
+
     def logits(self, f: FunctionValues) -> FunctionValues:
-        """f/τ, of which the predicted probabilities are the softmax or sigmoid."""
+        """Return f/τ, of which the probabilities are the softmax or sigmoid."""
         return f.divided_by(self.softmax_temperature)
 
     def probabilities(
@@ -136,26 +421,24 @@ class ObservationModel:
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Probabilities (B, C) of classes or labels by one of the links."""
-        return predictive.class_probabilities(
-            self.logits(f),
-            link_approx,
-            n_samples,
-            diagonal_output,
-            generator,
-            self.family,
+        """Return probabilities `(B, C)` of classes or labels by one of the links."""
+        values = f.divided_by(self.softmax_temperature)
+        return class_probabilities(
+            values, link_approx, n_samples, diagonal_output, generator, self.family
         )
 
     def sampled_probabilities(
         self, samples: torch.Tensor, dim: int = -1
     ) -> torch.Tensor:
-        """Probabilities of sampled outputs, whose classes are in dimension `dim`."""
+        """Return probabilities of sampled outputs, whose classes are in `dim`."""
         tau = self.softmax_temperature
         return self.family.probabilities(samples if tau == 1 else samples / tau, dim)
 
     def example_losses(self) -> Callable[..., torch.Tensor]:
-        """Negative log likelihood of every example `(N,)`, from probabilities and
-        targets; regression takes means, variances of the function `(N, C)` and targets.
+        """Return the negative log likelihood of every example `(N,)` as a function.
+
+        It takes probabilities and targets; for regression means, variances of the
+        function `(N, C)` and targets.
         """
         if self.family is Family.CATEGORICAL:
             return metrics.nll_per_example
@@ -169,6 +452,6 @@ class ObservationModel:
         return nll
 
     def default_loss(self) -> Callable[..., float]:
-        """Their mean, the loss of every search."""
+        """Return their mean as a function, the loss of every search."""
         losses = self.example_losses()
         return lambda *prediction: float(losses(*prediction).mean())

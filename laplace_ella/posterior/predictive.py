@@ -1,233 +1,272 @@
-"""Predictive distributions of B inputs from a low-rank Gaussian over functions.
+"""Predictions of a posterior at new inputs: function values, probabilities, samples.
 
-f_var = AAᵀ (+ a residual where the complement of the subspace is kept). Every link
-needs row norms, row sums or samples of it: the C×C matrix is formed where the caller
-asks for it, and nowhere else.
+Inputs are cut into parts whose results fit the memory budget; only what is asked for
+jointly over all inputs is computed at once.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from laplace_ella.posterior.likelihood import Family
-from laplace_ella.support.batches import chunks
-from laplace_ella.support.checks import member
-from laplace_ella.support.links import Link
+from laplace_ella.derivatives.complements import split_gradients
+from laplace_ella.derivatives.linearizer import Features, Linearizer
+from laplace_ella.posterior.complement import Complement
+from laplace_ella.posterior.observation import (
+    FunctionValues,
+    Link,
+    ObservationModel,
+    draw,
+)
+from laplace_ella.posterior.posterior import SubspacePosterior
+from laplace_ella.support.batches import OutputLayout, Positions, chunks
+from laplace_ella.support.preserve import full_precision
 
-__all__ = [
-    "FunctionValues",
-    "bridge",
-    "centered_probit",
-    "class_probabilities",
-    "draw",
-    "probit",
-]
+__all__ = ["FunctionValues", "Predictor", "class_dim", "features_for"]
 
-#: Floats that one chunk of Monte-Carlo samples may hold.
-SAMPLE_BUDGET = 2**24
+#: Numbers that samples of the weights, or the Jacobians of groups of inputs, have
+#: together.
+BUDGET = 2**24
+
+
+def class_dim(layout: OutputLayout) -> int:
+    """Return the dimension of the C classes in samples `(n, B, ...)`."""
+    return 2 if layout is OutputLayout.CHANNELS_FIRST else -1
+
+
+def features_for(
+    posterior: SubspacePosterior,
+    linearizer: Linearizer,
+    x: Any,
+    create_graph: bool = False,
+    top: int | None = None,
+    every_level: bool = False,
+) -> Features:
+    """Return outputs and features of inputs on the device and, where the complement is
+    kept, the part of their gradients outside the basis; of the `top` outputs, or all.
+
+    `every_level` is for use with other priors and noises than the posterior's."""
+    directions = posterior.basis.directions
+    if not posterior.needs_residual:
+        return linearizer.features(x, directions, create_graph, top)
+    span = posterior.levels if every_level else posterior.span
+    return linearizer.features_and_residual(
+        x, directions, posterior.metric, span, create_graph, top
+    )
 
 
 @dataclass(frozen=True)
-class FunctionValues:
-    """Gaussian over the function values at B inputs.
+class Predictor:
+    """A posterior together with the model whose outputs it is about.
+
+    Inputs are on the model's device; results have the shape of the model's output.
 
     Attributes
     ----------
-    mean : torch.Tensor
-        `(B, C)`
-    factor : torch.Tensor
-        A `(B, C, K)`
-    residual : torch.Tensor, optional
-        `(B, C, C)`, positive semi-definite; the covariance is AAᵀ + residual
+    posterior : SubspacePosterior
+    linearizer : Linearizer
+    observation : ObservationModel
+    dtype : torch.dtype
+        of the results; derivatives and algebra may be more precise
+    create_graph : bool
+        whether results can be differentiated with respect to the inputs
     """
 
-    mean: torch.Tensor
-    factor: torch.Tensor
-    residual: torch.Tensor | None = None
+    posterior: SubspacePosterior
+    linearizer: Linearizer
+    observation: ObservationModel
+    dtype: torch.dtype
+    create_graph: bool = False
 
-    @classmethod
-    def of_outputs(
-        cls,
-        mean: torch.Tensor,
-        factor: torch.Tensor,
-        residual: torch.Tensor | None,
-        outputs: torch.Tensor | None,
-    ) -> FunctionValues:
-        """Where factor `(B, c, K)` and residual `(B, c, c)` are of c `outputs` `(B, c)`
-        only, the others vary not at all."""
-        if outputs is None:
-            return cls(mean, factor, residual)
-        # Narrow first, then wide: C×K numbers of many classes would cost more than
-        # the roots of small matrices. Those have no safe gradient.
-        if not factor.requires_grad:
-            factor, residual = cls(mean, factor, residual).root(), None
-        wide = factor.new_zeros(*mean.shape, factor.shape[-1])
-        wide = wide.scatter(1, outputs.unsqueeze(-1).expand_as(factor), factor)
-        if residual is None:
-            return cls(mean, wide)
-        C = mean.shape[-1]
-        columns = residual.new_zeros(*residual.shape[:-1], C)
-        columns = columns.scatter(2, outputs.unsqueeze(1).expand_as(residual), residual)
-        square = residual.new_zeros(len(mean), C, C)
-        rows = outputs.unsqueeze(-1).expand_as(columns)
-        return cls(mean, wide, square.scatter(1, rows, columns))
+    def function_values(
+        self, x: Any, top: int | None = None, n_results: int = 0
+    ) -> Iterator[tuple[FunctionValues, Positions]]:
+        """Yield the Gaussian over the outputs, rows `(b·S, C)`, and where the rows
+        belong, for parts of the inputs; with `top`, so many outputs vary.
 
-    def variance(self) -> torch.Tensor:
-        """Marginal variances `(B, C)`."""
-        variance = self.factor.square().sum(-1)
-        if self.residual is not None:
-            variance = variance + self.residual.diagonal(dim1=-2, dim2=-1)
-        return variance
+        `n_results` numbers per output are computed from it."""
+        posterior, linearizer = self.posterior, self.linearizer
+        numbers = 2 * posterior.rank + n_results
+        for part in linearizer.parts(x, numbers):
+            features = features_for(posterior, linearizer, part, self.create_graph, top)
+            with full_precision(linearizer.device):
+                values = posterior.function_values(
+                    features.f,
+                    features.phi,
+                    features.residual,
+                    features.outside_span,
+                    features.outputs,
+                )
+            yield values, features.positions
 
-    def covariance(self) -> torch.Tensor:
-        """f_var `(B, C, C)`."""
-        covariance = self.factor @ self.factor.mT
-        return covariance if self.residual is None else covariance + self.residual
+    def marginal(
+        self, x: Any, diagonal_output: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean, and the covariance of the C outputs at each position;
+        variances in the shape of the output if `diagonal_output`."""
+        means, spreads = [], []
+        n_results = 1 if diagonal_output else self._n_channels
+        for values, positions in self.function_values(x, n_results=n_results):
+            means.append(positions.restore(values.mean).to(self.dtype))
+            with full_precision(self.linearizer.device):
+                if diagonal_output:
+                    spread = positions.restore(values.variance())
+                else:
+                    spread = positions.restore_positions(values.covariance())
+            spreads.append(spread.to(self.dtype))
+        return torch.cat(means), torch.cat(spreads)
 
-    def row_sums(self) -> torch.Tensor:
-        """f_var · 1 `(B, C)`, as A(Aᵀ1)."""
-        sums = (self.factor @ self.factor.sum(1).unsqueeze(-1)).squeeze(-1)
-        return sums if self.residual is None else sums + self.residual.sum(-1)
+    @property
+    def _n_channels(self) -> int:
+        """C."""
+        return self.observation.layout.of(self.linearizer.output_shape).n_channels
 
-    def divided_by(self, scale: float) -> FunctionValues:
-        """The Gaussian of f/scale; by 1 the very same numbers."""
-        if scale == 1:
-            return self
-        residual = None if self.residual is None else self.residual / scale**2
-        return FunctionValues(self.mean / scale, self.factor / scale, residual)
+    def probabilities(
+        self,
+        x: Any,
+        link_approx: Link,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+    ) -> torch.Tensor:
+        """Return probabilities of classes or labels, by one of the links."""
+        parts = []
+        top = self.observation.top_outputs
+        for values, positions in self.function_values(x, top):
+            with full_precision(self.linearizer.device):
+                rows = self.observation.probabilities(
+                    values, link_approx, n_samples, diagonal_output, generator
+                )
+            parts.append(positions.restore(rows).to(self.dtype))
+        return torch.cat(parts)
 
-    def centered(self) -> FunctionValues:
-        """The Gaussian of f − mean_c f, which has the same softmax.
+    def samples(
+        self,
+        x: Any,
+        n_samples: int,
+        generator: torch.Generator | None,
+        diagonal_output: bool = False,
+        top: int | None = None,
+    ) -> torch.Tensor:
+        """Return function values `(n_samples, B, ...)`, independent between inputs."""
+        parts = []
+        for values, positions in self.function_values(x, top, 2 * n_samples):
+            with full_precision(self.linearizer.device):
+                rows = draw(values, n_samples, generator, diagonal_output)
+            samples = positions.restore(rows.flatten(0, 1))
+            parts.append(samples.unflatten(0, (n_samples, -1)).to(self.dtype))
+        return torch.cat(parts, 1)
 
-        The factor is centred, not the covariance: nothing cancels where the common
-        shift has nearly all of the variance, and no C×C matrix is formed.
-        """
-        mean = self.mean - self.mean.mean(-1, keepdim=True)
-        factor = self.factor - self.factor.mean(-2, keepdim=True)
-        residual = self.residual
-        if residual is not None:
-            residual = residual - residual.mean(-1, keepdim=True)
-            residual = residual - residual.mean(-2, keepdim=True)
-        return FunctionValues(mean, factor, residual)
+    # Jointly over all inputs
 
-    def root(self) -> torch.Tensor:
-        """R `(B, C, min(K, C))` with RRᵀ = f_var.
+    def joint(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean `(n,)` and covariance `(n, n)` of all n = B·S·C values."""
+        f, *parts = self._joint_parts(x)
+        with full_precision(self.linearizer.device):
+            covariance = self.posterior.joint_covariance(*parts)
+        return f.flatten().to(self.dtype), covariance.to(self.dtype)
 
-        Samples need as much noise as the root has columns: of the low-rank factor and
-        the root of the C×C covariance the narrower one is taken.
-        """
-        if self.residual is None and self.factor.shape[-1] <= self.factor.shape[-2]:
-            return self.factor
-        return psd_root(self.covariance())
+    def joint_groups(
+        self, x: torch.Tensor, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `(b, n)` and `(b, n, n)`: the same of b groups of `size` inputs."""
+        at_once = len(x) // size
+        if self.posterior.needs_residual:  # Jacobians of some groups at a time
+            n_values = self.linearizer.n_values(x[:size])
+            at_once = max(1, BUDGET // (n_values * self.linearizer.n_params))
+        means, covariances = [], []
+        for part in x.split(size * at_once):
+            f, *products = self._joint_parts(part, len(part) // size)
+            means.append(f.reshape(len(part) // size, -1))
+            with full_precision(self.linearizer.device):
+                covariances.append(self.posterior.joint_covariance(*products))
+        return torch.cat(means).to(self.dtype), torch.cat(covariances).to(self.dtype)
 
+    def _joint_parts(
+        self, x: Any, n_groups: int | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return outputs as the model gives them, features `(n, K)` and, if needed,
+        residuals `(n, n)` of all n = B·S·C function values, or of those of each group
+        `(b, n, ...)`."""
+        groups = () if n_groups is None else (n_groups,)
+        if not self.posterior.needs_residual:
+            features = features_for(
+                self.posterior, self.linearizer, x, self.create_graph
+            )
+            phi = features.positions.outputs(features.phi)
+            phi = phi.reshape(*groups, -1, phi.shape[-1])
+            return features.positions.restore(features.f), phi
+        f, J, positions = self.linearizer.jacobian(x, self.create_graph)
+        J = J.reshape(*groups, -1, J.shape[-1])
+        return f.unflatten(1, positions.output_shape), *self._products(J)
 
-def psd_root(matrix: torch.Tensor) -> torch.Tensor:
-    """The symmetric root of positive semi-definite matrices that may be singular.
+    def _products(self, J: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return features `(..., n, K)` of gradients `(..., n, P)` and, if needed, the
+        products of their parts outside the basis and, `(..., 1, n, n)`, the span."""
+        posterior = self.posterior
+        with full_precision(J.device):
+            phi, rest, *beyond = split_gradients(
+                J, posterior.basis.directions.to(J), posterior.metric, posterior.span
+            )
+            if not posterior.needs_residual:
+                return (phi,)
+            return phi, rest @ rest.mT, *((b @ b.mT).unsqueeze(-3) for b in beyond)
 
-    It is continuous in the matrix, so that the same noise gives samples that vary
-    smoothly with prior and temperature; eigenvectors alone change sign and order.
-    """
-    eigenvalues, Q = torch.linalg.eigh(matrix.double())
-    root = eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)
-    return ((Q * root) @ Q.mT).to(matrix.dtype)
+    def joint_samples(
+        self, x: Any, n_samples: int, generator: torch.Generator | None
+    ) -> torch.Tensor:
+        """Return samples `(n_samples, B, ...)` of one function each, at all inputs."""
+        posterior, linearizer = self.posterior, self.linearizer
+        drawn = {"generator": generator, "device": linearizer.device}
+        # At the prior, weights have the covariance that function values have, and
+        # samples of them are smaller than the gradients of many function values.
+        at_prior = posterior.complement is Complement.PRIOR and not self.create_graph
+        if at_prior and linearizer.n_values(x) > n_samples:
+            samples, drawn["dtype"] = [], linearizer.dtype
+            for part in chunks(n_samples, BUDGET // posterior.n_params):
+                n = part.stop - part.start
+                with full_precision(linearizer.device):
+                    offsets = posterior.sample_offsets(
+                        torch.randn(n, posterior.rank, **drawn),
+                        torch.randn(n, posterior.n_params, **drawn),
+                    )
+                samples.append(self._values_at(x, offsets))
+            return torch.cat(samples)
+        f, *parts = self._joint_parts(x)
+        with full_precision(linearizer.device):
+            root = posterior.joint_root(*parts)  # (n, R)
+            noise = torch.randn(n_samples, root.shape[1], **drawn, dtype=root.dtype)
+            return (f + (noise @ root.mT).unflatten(-1, f.shape)).to(self.dtype)
 
+    def _values_at(self, x: Any, offsets: torch.Tensor) -> torch.Tensor:
+        """Return f + J(θ − θ̂) `(n, B, ...)` for offsets `(n, P)`, without J."""
+        parts = []
+        for part in self.linearizer.parts(x, 2 * len(offsets)):
+            features = self.linearizer.features(part, offsets)
+            values = features.f.unsqueeze(-1) + features.phi  # (b·S, C, n)
+            values = features.positions.restore(values).movedim(-1, 0)
+            parts.append(values.to(self.dtype))
+        return torch.cat(parts, 1)
 
-def draw(
-    f: FunctionValues,
-    n_samples: int,
-    generator: torch.Generator | None,
-    diagonal_output: bool = False,
-) -> torch.Tensor:
-    """Samples `(S, B, C)`, independent between inputs.
+    def network_samples(
+        self, x: Any, weights: Iterable[torch.Tensor], **model_kwargs: Any
+    ) -> torch.Tensor:
+        """Return outputs of the network with each of the weights `(P,)`."""
+        fn = self.linearizer.fn
+        dtypes = [p.dtype for p in fn.parameters()]
+        outputs = []
+        for theta in weights:  # one by one: a sample is as large as the model
+            params = [t.to(d) for t, d in zip(fn.split(theta), dtypes, strict=True)]
+            outputs.append(fn(params, x, **model_kwargs).to(self.dtype))
+        return torch.stack(outputs)
 
-    `diagonal_output` samples the outputs independently, by their marginal variances.
-    """
-    B, C = f.mean.shape
+    # From Jacobians that are given
 
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(
-            *shape, generator=generator, dtype=f.mean.dtype, device=f.mean.device
-        )
-
-    if diagonal_output:
-        return f.mean + f.variance().sqrt() * noise(n_samples, B, C)
-    root = f.root()
-    # (B, C, R) @ (B, R, S) → (B, C, S): one batched product for all samples
-    return f.mean + (root @ noise(B, root.shape[-1], n_samples)).permute(2, 0, 1)
-
-
-def probit(f: FunctionValues, family: Family = Family.CATEGORICAL) -> torch.Tensor:
-    """Probit approximation: logits scaled by 1/√(1 + π/8·var) before the link."""
-    return _moderated(f.mean, f.variance(), family)
-
-
-def _moderated(
-    mean: torch.Tensor, variance: torch.Tensor, family: Family = Family.CATEGORICAL
-) -> torch.Tensor:
-    kappa = torch.rsqrt(1 + math.pi / 8 * variance)
-    return family.probabilities(kappa * mean)
-
-
-def centered_probit(f: FunctionValues, diagonal_output: bool = False) -> torch.Tensor:
-    """Probit of f − mean_c f: a common shift of the logits is no uncertainty.
-
-    The variance of a logit is that of its distance from the mean of the others,
-    (f_c − mean f)·C/(C − 1): of two classes the variance of f₁ − f₂, with which
-    MacKay's approximation of the sigmoid is met. `diagonal_output` takes the logits
-    for independent, by their marginal variances.
-    """
-    centered = f.centered()
-    variance = centered.variance()
-    C = f.mean.shape[-1]
-    if diagonal_output:
-        marginal = f.variance()
-        variance = marginal * (1 - 2 / C) + marginal.sum(-1, keepdim=True) / C**2
-    others = max(C - 1, 1)
-    return _moderated(centered.mean, variance * (C / others) ** 2)
-
-
-def bridge(f: FunctionValues, normalize: bool) -> torch.Tensor:
-    """Laplace bridge to a Dirichlet; `normalize` corrects the variance first."""
-    C = f.mean.shape[-1]
-    tiny = torch.finfo(f.mean.dtype).tiny
-    # Condition on Σ_c f_c = 0, from row sums of f_var alone.
-    rows = f.row_sums()  # (B, C)
-    total = rows.sum(-1, keepdim=True).clamp_min(tiny)
-    mean = f.mean - rows * f.mean.sum(-1, keepdim=True) / total
-    var = (f.variance() - rows.square() / total).clamp_min(tiny)
-    if normalize:
-        c = var.mean(-1, keepdim=True) / math.sqrt(C / 2)
-        mean, var = mean / c.sqrt(), var / c
-    # α = (1 − 2/C + e^f Σ_j e^{-f_j} / C²) / var, in logarithms: e^f may overflow
-    log_ratio = mean + torch.logsumexp(-mean, -1, keepdim=True) - 2 * math.log(C)
-    offset = torch.full_like(log_ratio, max(1 - 2 / C, 0.0)).log()
-    return torch.softmax(torch.logaddexp(offset, log_ratio) - var.log(), dim=-1)
-
-
-def class_probabilities(
-    f: FunctionValues,
-    link_approx: Link | str,
-    n_samples: int = 100,
-    diagonal_output: bool = False,
-    generator: torch.Generator | None = None,
-    family: Family = Family.CATEGORICAL,
-) -> torch.Tensor:
-    """Probabilities (B, C) of classes or labels by one of the links."""
-    link = member(Link, "link_approx", link_approx)
-    if link is Link.PROBIT:
-        return probit(f, family)
-    if link is Link.PROBIT_CENTERED:
-        return centered_probit(f, diagonal_output)
-    if link in (Link.BRIDGE, Link.BRIDGE_NORM):
-        return bridge(f, normalize=link is Link.BRIDGE_NORM)
-    if not diagonal_output:  # the root is taken once for all chunks
-        f = FunctionValues(f.mean, f.root())
-    total = torch.zeros_like(f.mean)
-    per_sample = f.mean.shape[0] * max(f.factor.shape[1:])
-    for part in chunks(n_samples, SAMPLE_BUDGET // max(1, per_sample)):
-        samples = draw(f, part.stop - part.start, generator, diagonal_output)
-        total = total + family.probabilities(samples).sum(0)
-    return total / n_samples
+    def covariance_of(self, J: torch.Tensor, joint: bool = False) -> torch.Tensor:
+        """Return the covariance `(B, C, C)` of Jacobians `(B, C, P)`, or one matrix."""
+        J = J.to(self.linearizer.dtype)
+        parts = self._products(J.flatten(0, 1) if joint else J)
+        return self.posterior.joint_covariance(*parts).to(self.dtype)

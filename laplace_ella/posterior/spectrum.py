@@ -14,8 +14,7 @@ larger ridge κ (Silverstein's equation):
 
 The sample's eigenvalues give df and log det of Σ for every κ at which df is well below
 M; the same equation with n = N leads to those of all data. Below that κ the logit of
-df/P is continued along a straight line in log κ, which it is close to for networks:
-`examples/paper/outside.py` measures the error.
+df/P is continued along a straight line in log κ, which it is close to for networks.
 """
 
 from __future__ import annotations
@@ -51,21 +50,27 @@ class Spectrum:
         N
     n_params : int
         P
+    complete : bool
+        whether the sample is all N rows, which their numbers alone do not tell: other
+        rows may have been sampled
+
+    Examples
+    --------
+    >>> values = torch.tensor([4.0, 1.0], dtype=torch.float64)
+    >>> spectrum = Spectrum(values, n_samples=2, n_rows=2, n_params=5, complete=True)
+    >>> float(spectrum.degrees_of_freedom(torch.tensor(1.0)))  # 4/5 + 1/2
+    1.3
     """
 
     eigenvalues: torch.Tensor
     n_samples: int
     n_rows: int
     n_params: int
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the sample is all there is."""
-        return self.n_samples == self.n_rows
+    complete: bool = False
 
     @property
     def scaled(self) -> torch.Tensor:
-        """The sample's eigenvalues as if all rows were like it."""
+        """The sample's eigenvalues, as if all rows were like it."""
         return self.eigenvalues * (self.n_rows / self.n_samples)
 
     @property
@@ -74,33 +79,32 @@ class Spectrum:
         return self.scaled.sum()
 
     def log_det(self, ridge: torch.Tensor) -> torch.Tensor:
-        """log det(I + JᵀJ/ridge), differentiable."""
-        if self.is_exact:
+        """Return log det(I + JᵀJ/ridge), differentiable."""
+        if self.complete:
             return torch.log1p(self.eigenvalues / ridge.double()).sum()
         if not self.n_rows:
             return torch.zeros_like(self.eigenvalues[0])
         return self._interpolate(ridge.double().log())[0].reshape(())
 
     def degrees_of_freedom(self, ridge: torch.Tensor) -> torch.Tensor:
-        """tr JᵀJ(JᵀJ + ridge)⁻¹, the effective number of parameters."""
-        if self.is_exact:
+        """Return tr JᵀJ(JᵀJ + ridge)⁻¹, the effective number of parameters."""
+        if self.complete:
             return (self.eigenvalues / (self.eigenvalues + ridge.double())).sum()
         if not self.n_rows:
             return torch.zeros_like(self.eigenvalues[0])
         return -self._interpolate(ridge.double().log())[1].reshape(())
 
     def log_det_beyond(self, rank: int, ridge: torch.Tensor) -> torch.Tensor:
-        """What the directions after the first `rank` add to the log determinant."""
+        """Return what directions after the first `rank` add to the log determinant."""
         ridge = ridge.double()
-        if self.is_exact:
+        if self.complete:
             return torch.log1p(self.eigenvalues[rank:] / ridge).sum()
         within = torch.log1p(self.scaled[:rank] / ridge).sum()
         return (self.log_det(ridge) - within).clamp_min(0)
 
-    # The table: log det and its derivative at increasing logarithms of the ridge
-
     @cached_property
     def _table(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Increasing log ridge, log det and its derivative there."""
         eigenvalues = self.eigenvalues.cpu().numpy()
         table = _tabulate(eigenvalues, self.n_samples, self.n_rows, self.n_params)
         device = self.eigenvalues.device
@@ -109,7 +113,7 @@ class Spectrum:
         return x, y, slope
 
     def _interpolate(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log determinant and its derivative by the logarithm t of the ridge: cubic
+        """Return log det and its derivative by the logarithm t of the ridge: cubic
         between the points, straight below them, trace/ridge above them."""
         x, y, slope = self._table
         inside = torch.maximum(torch.minimum(t, x[-1]), x[0])
@@ -128,7 +132,7 @@ class Spectrum:
 def _tabulate(
     eigenvalues: np.ndarray, n_samples: int, n_rows: int, n_params: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """log ridge, log det(I + JᵀJ/ridge) and its derivative, for all N rows."""
+    """Return log ridge, log det(I + JᵀJ/ridge) and its derivative, for all N rows."""
     log_kappa, freedom, log_det = _population(eigenvalues, n_samples, n_params)
     possible = freedom < n_rows * (1 - 1e-9)
     log_kappa, freedom, log_det = (
@@ -145,8 +149,8 @@ def _tabulate(
 def _population(
     eigenvalues: np.ndarray, n_samples: int, n_params: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """log κ (descending), degrees of freedom and log det(I + Σ/κ) of the distribution
-    that the rows were drawn from."""
+    """Return log κ (descending), degrees of freedom and log det(I + Σ/κ) of the
+    distribution that the rows were drawn from."""
     values = eigenvalues[eigenvalues > 0] / n_samples
     highest = math.log(values.sum() * 1e4)
     log_mu = np.linspace(highest, math.log(values[0]) - REACH, N_POINTS)
@@ -172,7 +176,7 @@ def _continued(
     fitted_above: float,
     n_params: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same with a straight line for the logit of df/P below the last κ."""
+    """Continue them with a straight line for the logit of df/P below the last κ."""
     # A sample of more rows than there are parameters has nothing to continue.
     limit = max(n_params, freedom[-1] * (1 + 1e-9))
     logit = np.log(freedom / (limit - freedom))

@@ -1,1 +1,1 @@
-"""Small helpers that every room may use: batches, checks, layouts, restored state."""
+"""Containers of tensors, checks, memory and what is put back after a call."""

@@ -1,14 +1,21 @@
-"""Inputs of models: tensors, and mappings, tuples and lists of tensors.
+"""Inputs of models, and the layout of their outputs.
+
+Inputs are tensors, or mappings, tuples and lists of tensors. A model that returns C
+outputs at each of S positions (tokens, pixels) has O = S·C outputs per example, which
+is all that differentiation needs to know. The likelihood factorises over positions, so
+losses, curvature and links see rows: one position of one example, C outputs.
 
 Index legend of the package: N data, C outputs, P parameters, M Nyström samples,
-K rank, B batch.
+K rank, B batch, S positions.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -17,7 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = [
     "Batch",
+    "OutputLayout",
+    "Positions",
     "batch_size",
+    "check_outputs",
     "chunks",
     "detach",
     "has_values",
@@ -31,7 +41,7 @@ __all__ = [
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` holds numbers; fake and meta tensors have shapes alone."""
+    """Return whether `tensor` holds numbers; fake and meta ones have shapes alone."""
     return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
 
 
@@ -64,8 +74,8 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, torch.Tensor]:
 
 
 def with_tensor_targets(batch: Any) -> Any:
-    """A pair (inputs, targets) whose targets, a list or an array, are a tensor, so that
-    they are cut as the inputs are; other batches as they are."""
+    """Return a pair (inputs, targets) with a list or array of targets as a tensor, so
+    that they are cut as the inputs are; other batches as they are."""
     pair = isinstance(batch, (tuple, list)) and len(batch) == 2
     if pair and isinstance(batch[1], (list, tuple, np.ndarray)):
         return batch[0], torch.as_tensor(batch[1])
@@ -76,7 +86,7 @@ def with_tensor_targets(batch: Any) -> Any:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
-    """`x` with every tensor changed; containers are copied, all else is shared."""
+    """Change every tensor of `x`; containers are copied, all else is shared."""
     if isinstance(x, torch.Tensor):
         return change(x)
     if isinstance(x, Mapping):
@@ -95,7 +105,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
 
 
 def tensors_of(x: Any) -> Iterator[torch.Tensor]:
-    """The tensors of `x`, in the order in which `map_tensors` meets them."""
+    """Yield the tensors of `x`, in the order in which `map_tensors` meets them."""
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, Mapping):
@@ -113,7 +123,7 @@ def to_device(x: Any, device: torch.device) -> Any:
 
 
 def detach(x: Any) -> Any:
-    """`x` without the graph of its tensors; containers are copied, not changed."""
+    """Return `x` without the graph of its tensors; containers are copied."""
     return map_tensors(torch.Tensor.detach, x)
 
 
@@ -121,7 +131,7 @@ def detach(x: Any) -> Any:
 
 
 def batch_size(x: Any, dict_key_x: str) -> int:
-    """Number of examples in model inputs `x`."""
+    """Return the number of examples in model inputs `x`."""
     if isinstance(x, torch.Tensor):
         if x.ndim == 0:
             raise ValueError(
@@ -149,7 +159,7 @@ def batch_size(x: Any, dict_key_x: str) -> int:
 
 
 def _refuse_graphs(x: Any) -> None:
-    """Batches of PyTorch Geometric have no examples that could be sliced."""
+    """Refuse batches of PyTorch Geometric, which have no examples to slice."""
     if hasattr(x, "num_graphs") and hasattr(x, "to_data_list"):
         raise TypeError(
             f"Inputs of type {type(x).__module__}.{type(x).__name__} are one graph "
@@ -188,7 +198,7 @@ class Batch:
 
     @classmethod
     def of(cls, x: Any, dict_key_x: str) -> Batch:
-        """The inputs `x`, whose size is that of `x[dict_key_x]` if it is a mapping."""
+        """Describe inputs `x`, whose size is that of `x[dict_key_x]` of a mapping."""
         size = batch_size(x, dict_key_x)
         tensors = tuple(tensors_of(x))
         batched = tuple(t.ndim > 0 and t.shape[0] == size for t in tensors)
@@ -196,7 +206,7 @@ class Batch:
 
     @property
     def inputs(self) -> Any:
-        """What the model is called with."""
+        """Return what the model is called with."""
         if isinstance(self.template, torch.Tensor):
             return self.tensors[0]
         remaining = iter(self.tensors)
@@ -204,19 +214,19 @@ class Batch:
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """The tensors with one entry per example."""
+        """Return the tensors with one entry per example."""
         pairs = zip(self.tensors, self.batched, strict=True)
         return tuple(t for t, batched in pairs if batched)
 
     def with_leaves(self, leaves: Sequence[torch.Tensor], size: int) -> Batch:
-        """Other examples in place of these; what they share stays."""
+        """Put other examples in place of these; what they share stays."""
         remaining = iter(leaves)
         pairs = zip(self.tensors, self.batched, strict=True)
         tensors = tuple(next(remaining) if batched else t for t, batched in pairs)
         return replace(self, tensors=tensors, size=size)
 
     def take(self, index: slice | torch.Tensor) -> Batch:
-        """The examples `index`, a slice or positions `(m,)`."""
+        """Return the examples `index`, a slice or positions `(m,)`."""
         if isinstance(index, slice):
             size = len(range(*index.indices(self.size)))
         else:
@@ -224,24 +234,30 @@ class Batch:
         return self.with_leaves([leaf[index] for leaf in self.leaves], size)
 
     def detach(self) -> Batch:
-        """The same without the graph of its tensors."""
+        """Return the same without the graph of its tensors."""
         return replace(self, tensors=tuple(t.detach() for t in self.tensors))
 
     def contiguous(self) -> Batch:
-        """The same, each tensor in the plain order of its dimensions."""
+        """Return the same, each tensor in the plain order of its dimensions."""
         return replace(self, tensors=tuple(t.contiguous() for t in self.tensors))
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """What two batches of the same kind share: shapes per example, and dtypes."""
+    def elements(self) -> int:
+        """Return how many numbers one example has, at least one."""
+        total = 0
+        for leaf in self.leaves:
+            total += leaf.numel()
+        return max(1, total // max(1, self.size))
+
+    @property
+    def example_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of one example's tensors, without the batch dimension."""
         pairs = zip(self.tensors, self.batched, strict=True)
-        return tuple(
-            (b, tuple(t.shape[1:] if b else t.shape), t.dtype) for t, b in pairs
-        )
+        return tuple(tuple(t.shape[1:] if b else t.shape) for t, b in pairs)
 
 
 def take(x: Any, index: slice | torch.Tensor, size: int) -> Any:
-    """Examples `index` of inputs `x` that hold `size` of them.
+    """Return examples `index` of inputs `x` that hold `size` of them.
 
     For whole batches only: of parts, it cannot tell what has a batch dimension. See
     `Batch.take`.
@@ -253,6 +269,109 @@ def take(x: Any, index: slice | torch.Tensor, size: int) -> Any:
 
 
 def chunks(size: int, chunk: int) -> Iterator[slice]:
-    """Slices that cover range(size), each of at most `chunk` elements."""
+    """Yield slices that cover range(size), each of at most `chunk` elements."""
     for start in range(0, size, max(1, chunk)):
         yield slice(start, min(start + max(1, chunk), size))
+
+
+# Outputs
+
+
+class OutputLayout(str, Enum):
+    """Which dimension of the model's output holds the C classes or values."""
+
+    FLAT = "flat"
+    """`(B, C)`: one position per example."""
+
+    CHANNELS_LAST = "channels_last"
+    """`(B, ..., C)`: for example `(B, T, C)`, T tokens."""
+
+    CHANNELS_FIRST = "channels_first"
+    """`(B, C, ...)`: for example `(B, C, H, W)`, H·W pixels."""
+
+    def of(self, shape: torch.Size | tuple[int, ...]) -> Positions:
+        """Return the positions of outputs of this shape, without batch dimension."""
+        if self is OutputLayout.CHANNELS_FIRST:
+            return Positions(self, tuple(shape[1:]), shape[0])
+        return Positions(self, tuple(shape[:-1]), shape[-1])
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The outputs of one example: positions `(...)` and C outputs at each of them."""
+
+    layout: OutputLayout
+    shape: tuple[int, ...]
+    n_channels: int
+
+    @property
+    def n_positions(self) -> int:
+        """Return S."""
+        return math.prod(self.shape)
+
+    @property
+    def n_values(self) -> int:
+        """Return S·C, the number of outputs of one example."""
+        return math.prod(self.shape) * self.n_channels
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Return the shape of the model's output without the batch dimension."""
+        if self.layout is OutputLayout.CHANNELS_FIRST:
+            return (self.n_channels, *self.shape)
+        return (*self.shape, self.n_channels)
+
+    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return `(B, S·C, ...)` in the model's order as rows `(B·S, C, ...)`."""
+        S, C = self.n_positions, self.n_channels
+        if self.layout is OutputLayout.CHANNELS_FIRST:
+            return outputs.unflatten(1, (C, S)).transpose(1, 2).flatten(0, 1)
+        return outputs.unflatten(1, (S, C)).flatten(0, 1)
+
+    def outputs(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows `(B·S, C, ...)` as `(B, S·C, ...)`, the inverse of `rows`."""
+        rows = rows.unflatten(0, (-1, self.n_positions))
+        if self.layout is OutputLayout.CHANNELS_FIRST:
+            rows = rows.transpose(1, 2)
+        return rows.flatten(1, 2)
+
+    def restore(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows `(B·S, C, ...)` in the shape of the model's output."""
+        return self.outputs(rows).unflatten(1, self.output_shape)
+
+    def restore_positions(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return one entry per position, `(B·S, ...)`, as `(B, *positions, ...)`."""
+        if not self.shape:  # one position: the rows are the examples
+            return rows
+        return rows.unflatten(0, (-1, *self.shape))
+
+
+def check_outputs(
+    f: Any, layout: OutputLayout = OutputLayout.FLAT, size: int | None = None
+) -> torch.Tensor:
+    """Return a model output for `size` examples if it has the layout's shape."""
+    if not isinstance(f, torch.Tensor):
+        raise TypeError(
+            f"The model must return a tensor (B, C), got {type(f).__name__}. Wrap it "
+            "in a module that returns the logits or means."
+        )
+    if layout is OutputLayout.FLAT and f.ndim != 2:
+        raise ValueError(
+            f"The model must return a matrix (B, C), got shape {tuple(f.shape)}. "
+            "For outputs at many positions pass output_layout='channels_last' "
+            "(B, ..., C) or 'channels_first' (B, C, ...); for one output, return "
+            "shape (B, 1)."
+        )
+    if layout is not OutputLayout.FLAT and f.ndim < 2:
+        raise ValueError(
+            f"output_layout={layout.value!r} expects an output with a batch and a "
+            f"channel dimension, got shape {tuple(f.shape)}."
+        )
+    if size is not None and len(f) != size:
+        raise ValueError(
+            f"The model must return one output per example, got shape "
+            f"{tuple(f.shape)} for {size} examples. The first dimension of inputs and "
+            "outputs must be the batch; of a mapping, dict_key_x names the tensor that "
+            "tells how many examples there are."
+        )
+    return f

@@ -1,4 +1,4 @@
-"""Checks of arguments and results; each error says what was expected and what came."""
+"""Check arguments and results; each error says what was expected and what came."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def member(enum: type[E], name: str, value: Any) -> E:
-    """The member of a str enum, or an error that lists the valid values.
+    """Return the member of a str enum, or raise an error that lists the valid values.
 
     A member of another str enum, laplace-torch's for example, stands for its value.
     """
@@ -36,7 +36,7 @@ def member(enum: type[E], name: str, value: Any) -> E:
 
 
 def positive_int(name: str, value: Any, or_: str = "") -> int:
-    """The integer, or an error that also says what else (`or_`) may stand there."""
+    """Return the integer; the error says what else (`or_`) may stand there."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         other = f" or {or_}" if or_ else ""
         raise ValueError(f"{name} must be a positive integer{other}, got {value!r}.")
@@ -44,7 +44,7 @@ def positive_int(name: str, value: Any, or_: str = "") -> int:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Numbers and tensors without a graph must be positive; Laplace checks the type."""
+    """Refuse numbers that are not positive and finite; Laplace checks the type."""
     if isinstance(value, torch.Tensor):
         # A tensor that is being optimised is the exponential of something.
         if value.requires_grad or not has_values(value) or value.is_complex():
@@ -60,7 +60,7 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def check_generator(generator: torch.Generator | None, device: torch.device) -> None:
-    """A generator must draw where the model is."""
+    """Refuse a generator that does not draw where the model is."""
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
@@ -75,7 +75,7 @@ def check_generator(generator: torch.Generator | None, device: torch.device) -> 
 
 
 def check_finite(flags: list[torch.Tensor], what: str, where: str) -> None:
-    """Read the flags of all batches at once, so that no batch waits for the host."""
+    """Refuse NaN, by the flags of all batches at once, so that none waits."""
     if not flags or not has_values(flags[0]):
         return
     bad = torch.stack(flags).logical_not().nonzero().flatten().tolist()

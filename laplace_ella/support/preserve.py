@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,51 +14,177 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import _disable_current_modes
+
+from laplace_ella.support.batches import has_values
 
 __all__ = [
     "autocast_enabled",
     "differentiable_kernels",
-    "evaluation_mode",
     "full_precision",
-    "get_random_states",
-    "random_states",
-    "set_random_states",
+    "seeded_iteration",
     "undisturbed",
 ]
 
-#: One lock per model: modes, buffers and global random states are switched while it is
+#: One lock per model: modes are switched and parameters replaced while it is
 #: differentiated, so that two threads must not do so at the same time.
-_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # type: ignore[type-arg]
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _locks_guard = threading.Lock()
 
 
-def _lock_of(model: nn.Module) -> Any:
-    with _locks_guard:
-        return _locks.setdefault(model, threading.RLock())
-
-
 @contextmanager
-def undisturbed(
-    model: nn.Module, *loaders: Any, create_graph: bool = False
-) -> Iterator[None]:
-    """Eval mode, no graph unless asked for, and all of the user's restored on exit.
+def undisturbed(model: nn.Module, *, create_graph: bool = False) -> Iterator[None]:
+    """Run a block in eval mode and put back all that is the user's, on any exit.
 
+    Parameters, buffers, `.grad`, `requires_grad`, modes and attributes of all modules
+    are what they were, also after an interrupt (Ctrl-C) at any moment: transforms
+    replace parameters while the model runs, and may not come to the end of it.
     One thread at a time: another one that works with the same model waits.
     """
-    device = next(model.parameters()).device
-    with (
-        _lock_of(model),
-        torch.inference_mode(False),  # derivatives need what it leaves out
-        evaluation_mode(model),
-        random_states(device, *loaders),
-        torch.set_grad_enabled(create_graph),
-    ):
-        yield
+    with _locks_guard:
+        lock = _locks.setdefault(model, threading.RLock())
+    with lock, torch.inference_mode(False):  # derivatives need what it leaves out
+        restore = _restoring(model)
+        try:
+            model.eval()
+            torch.set_grad_enabled(create_graph)
+            yield
+        finally:
+            _to_the_end(restore)
+
+
+def _restoring(model: nn.Module) -> Callable[[], None]:
+    """Remember the state of a model and of autograd; return what puts it back.
+
+    The tables of a module are private, but the public way to write them is the
+    module's own `__setattr__`, which may do anything.
+    """
+    grad_enabled = torch.is_grad_enabled()
+    modules = list(model.modules())
+    training = [(module, module.training) for module in modules]
+    attributes = [
+        (vars(module), dict(vars(module)))
+        for module in modules
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
+    tables: list[tuple[Any, dict[str, Any]]] = [
+        (table, dict(table.items()))
+        for module in modules
+        for table in (module._parameters, module._buffers)
+    ]
+    parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    buffers = [(b, b._version, b.detach().clone()) for b in model.buffers()]
+
+    def restore() -> None:
+        for now, before in attributes:
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
+        for module, mode in training:  # of scripted modules it is no attribute
+            module.training = mode
+        for now, before in tables:
+            current = dict(now.items())  # tables of scripted modules are no dicts
+            for name in current.keys() - before.keys():
+                del now[name]
+            for name, tensor in before.items():
+                if current.get(name, now) is not tensor:
+                    now[name] = tensor
+        for p, grad, requires_grad in parameters:
+            if p.requires_grad != requires_grad:
+                p.requires_grad_(requires_grad)
+            if p.grad is not grad:
+                p.grad = grad
+        with torch.no_grad():
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
+        torch.set_grad_enabled(grad_enabled)
+
+    return restore
+
+
+def _to_the_end(restore: Callable[[], None]) -> None:
+    """Call `restore`, over again where it is interrupted, and then pass that on."""
+    interrupt = None
+    while True:
+        try:
+            restore()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+# Random states
+
+
+def seeded_iteration(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of a loader, drawing from random states of its own.
+
+    Making an iterator, shuffling and augmentation draw from the global states of torch,
+    NumPy and Python, and from the generators of the loader. Each of these goes on from
+    where it was, and is for the caller what it was, whenever a batch is yielded and in
+    the end. Every pass over the same loader is therefore the same, as long as the
+    caller draws nothing.
+    """
+    sources = _random_sources(loader)
+    inside, batches = [read() for read, _ in sources], None
+    if not has_values(inside[0]):  # below fake tensors there is no state to put back
+        yield from loader
+        return
+    while True:
+        outside = [read() for read, _ in sources]
+        _write(sources, inside)
+        try:
+            batches = iter(loader) if batches is None else batches
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            inside = [read() for read, _ in sources]
+            _write(sources, outside)
+        yield batch
+
+
+def _random_sources(loader: Any) -> list[tuple[Callable[[], Any], Callable]]:
+    """Return how to read and write each random state that a pass may draw from."""
+    sources: dict[int, tuple[Callable[[], Any], Callable]] = {
+        0: (torch.get_rng_state, torch.set_rng_state),
+        1: (np.random.get_state, np.random.set_state),
+        2: (random.getstate, random.setstate),
+    }
+    owners = [loader, getattr(loader, "dataset", None)]
+    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    while sampler is not None and len(owners) < 8:  # samplers may be nested
+        owners.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    for owner in owners:
+        for value in getattr(owner, "__dict__", {}).values():
+            if isinstance(value, torch.Generator):
+                sources[id(value)] = value.get_state, value.set_state
+            elif isinstance(value, np.random.Generator):
+                bits = value.bit_generator
+                sources[id(value)] = (
+                    partial(getattr, bits, "state"),
+                    partial(setattr, bits, "state"),
+                )
+            elif isinstance(value, random.Random):
+                sources[id(value)] = value.getstate, value.setstate
+    return list(sources.values())
+
+
+def _write(
+    sources: list[tuple[Callable[[], Any], Callable]], states: list[Any]
+) -> None:
+    for (_, write), state in zip(sources, states, strict=True):
+        write(state)
+
+
+# Precision and kernels
 
 
 def autocast_enabled(device: torch.device) -> bool:
-    """Whether models on this device run in mixed precision at the moment."""
+    """Return whether models on this device run in mixed precision at the moment."""
     try:
         return torch.is_autocast_enabled(device.type)
     except TypeError:  # torch 2.3 has a function for each kind of device
@@ -67,131 +194,41 @@ def autocast_enabled(device: torch.device) -> bool:
 
 
 def full_precision(device: torch.device) -> torch.autocast:
-    """Algebra of ours as it is written, where the model runs under autocast."""
+    """Run algebra of ours as it is written, where the model runs under autocast."""
     return torch.autocast(device.type, enabled=False)
 
 
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Run the block in eval mode; modes, buffers and attributes are restored on any
-    exit.
+class _Kernels:
+    """The process's attention kernels: how many blocks need the plain ones now."""
 
-    A forward pass may write into a buffer or put another tensor in its place. What it
-    stores in an attribute is a tensor of a transform, which is of no use afterwards.
-    """
-    attributes = [
-        (module, dict(module.__dict__))
-        for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-    ]
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer._version, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, values in attributes:
-            for name in module.__dict__.keys() - values.keys():
-                del module.__dict__[name]
-            module.__dict__.update(values)
-        for module, training in modes:
-            module.training = training
-        with torch.no_grad():
-            for module, name, buffer, version, value in buffers:
-                if buffer._version != version:
-                    buffer.copy_(value)
-                # Those of scripted modules are no dictionary.
-                if dict(module._buffers.items()).get(name) is not buffer:
-                    module._buffers[name] = buffer
-
-
-def _generators(loaders: tuple[Any, ...]) -> list[torch.Generator]:
-    """Generators that a pass over the loaders may draw from, wherever they are kept."""
-    found: dict[int, torch.Generator] = {}
-    for loader in loaders:
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        owners = (
-            loader,
-            getattr(loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-            getattr(loader, "dataset", None),
-        )
-        for owner in owners:
-            for value in getattr(owner, "__dict__", {}).values():
-                if isinstance(value, torch.Generator):
-                    found[id(value)] = value
-    return list(found.values())
-
-
-@contextmanager
-def random_states(device: torch.device, *loaders: Any) -> Iterator[None]:
-    """Restore the random states of torch, numpy, python and of the loaders.
-
-    Merely iterating over a `DataLoader` draws a seed from torch's global generator,
-    and augmentations draw from all three.
-    """
-    before = get_random_states(device, *loaders)
-    try:
-        yield
-    finally:
-        set_random_states(before, device, *loaders)
-
-
-def get_random_states(device: torch.device, *loaders: Any) -> dict[str, Any]:
-    """The random states of torch, numpy, python and of the loaders, in tensors and
-    plain types."""
-    with _disable_current_modes():  # a state is bytes, also below fake tensors
-        name, key, *position = np.random.get_state()  # noqa: NPY002
-        return {
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state(device) if _on_gpu(device) else None,
-            "loaders": [generator.get_state() for generator in _generators(loaders)],
-            "numpy": (
-                name,
-                torch.from_numpy(np.asarray(key, dtype=np.int64)),
-                position,
-            ),
-            "python": random.getstate(),
-        }
-
-
-def set_random_states(
-    states: dict[str, Any], device: torch.device, *loaders: Any
-) -> None:
-    """Put back what `get_random_states` returned, of the same device and loaders."""
-    with _disable_current_modes():
-        torch.set_rng_state(states["torch"])
-        if states["cuda"] is not None:
-            torch.cuda.set_rng_state(states["cuda"], device)
-        generators = _generators(loaders)
-        for generator, state in zip(generators, states["loaders"], strict=True):
-            generator.set_state(state)
-        name, key, position = states["numpy"]
-        np.random.set_state((name, key.numpy(), *position))  # noqa: NPY002
-    random.setstate(states["python"])
-
-
-def _on_gpu(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_available()
+    lock = threading.Lock()
+    n_blocks = 0
+    switched = ExitStack()
 
 
 @contextmanager
 def differentiable_kernels() -> Iterator[None]:
-    """Attention by the kernels that have forward-mode and double derivatives.
+    """Use attention kernels that have forward-mode and double derivatives.
 
     Fused scaled-dot-product kernels and the fused encoder layer have neither. The
-    switches are global flags of torch, so they are set only while we differentiate.
+    switches are global flags of torch: the first block of any thread sets them, the
+    last one to end puts them back.
     """
-    with ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        mha = getattr(torch.backends, "mha", None)
-        if mha is not None and mha.get_fastpath_enabled():
-            mha.set_fastpath_enabled(False)
-            stack.callback(mha.set_fastpath_enabled, True)
+    entered = False
+    try:
+        with _Kernels.lock:
+            if not _Kernels.n_blocks:
+                _Kernels.switched.enter_context(sdpa_kernel(SDPBackend.MATH))
+                if torch.backends.mha.get_fastpath_enabled():
+                    torch.backends.mha.set_fastpath_enabled(False)
+                    _Kernels.switched.callback(
+                        torch.backends.mha.set_fastpath_enabled, True
+                    )
+            _Kernels.n_blocks += 1
+            entered = True
         yield
+    finally:
+        with _Kernels.lock:
+            _Kernels.n_blocks -= entered
+            if not _Kernels.n_blocks:
+                _Kernels.switched.close()

@@ -1,1 +1,1 @@
-"""Cached features, searches and evidence: choosing what a fit leaves open."""
+"""Choice of hyperparameters from cached features."""

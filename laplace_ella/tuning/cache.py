@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from laplace_ella.derivatives.features import Features
+from laplace_ella.derivatives.complements import in_levels
+from laplace_ella.derivatives.jacobians import largest
 from laplace_ella.derivatives.linearizer import Linearizer
-from laplace_ella.derivatives.selection import largest
-from laplace_ella.posterior.inputs import features_for
-from laplace_ella.posterior.likelihood import IGNORED
+from laplace_ella.posterior.likelihood import IGNORED, observed, target_rows
 from laplace_ella.posterior.observation import ObservationModel
-from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.posterior.posterior import SubspacePosterior
+from laplace_ella.posterior.predictive import features_for
 from laplace_ella.support.checks import check_finite
-from laplace_ella.support.span import in_levels
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from laplace_ella.ella import ELLALaplace
-
-__all__ = ["FeatureCache", "cache_loader", "cache_parts", "whole_cache"]
-
-#: What belongs to the examples, one row each, and is sliced with them.
-_PER_ROW = ("f_mu", "phi", "targets", "residual", "unseen", "outputs")
+#: The fields with one row per example.
+_ROWS = ("f_mu", "phi", "targets", "residual", "outside_span", "outputs")
 
 
 @dataclass(frozen=True)
@@ -37,17 +32,15 @@ class FeatureCache:
     They depend on neither prior, noise, temperature nor link, and the features of a
     lower rank k are the first k columns: studies of all of these cost no further pass
     through the network. (With `complement="prior"` and a prior that is not scalar they
-    do depend on the prior, and are refused under another one.)
-
-    Models with outputs at many positions have a row for each position of each example,
-    less those whose target is not observed.
+    do depend on the prior, and are refused under another one.) Models with outputs at
+    many positions have a row for each position whose target is observed.
 
     Attributes
     ----------
     f_mu : torch.Tensor
-        `(N, C)`
+        outputs `(N, C)`
     phi : torch.Tensor
-        `(N, C, K)`
+        features `(N, C, K)`
     targets : torch.Tensor
         `(N, ...)`
     residual : torch.Tensor, optional
@@ -56,9 +49,8 @@ class FeatureCache:
     spectrum : torch.Tensor, optional
         eigenvalues of the basis `(K,)`, by which it is recognised
     prior : torch.Tensor, optional
-        the prior precision that features and residual were made for, if it is not
-        scalar
-    unseen : torch.Tensor, optional
+        the prior precision that features and residual were made for, if not scalar
+    outside_span : torch.Tensor, optional
         the part of J(x)J(x)ᵀ outside each level of the span of the sampled gradients,
         `(N, L, C, C)`, for `complement="matched"`
     outputs : torch.Tensor, optional
@@ -72,8 +64,7 @@ class FeatureCache:
     >>> from torch.utils.data import DataLoader, TensorDataset
     >>> import laplace_ella
     >>> loader = DataLoader(TensorDataset(torch.randn(9, 2), torch.randn(9, 1)), 3)
-    >>> la = Laplace(torch.nn.Linear(2, 1), "regression", "all", "nystrom",
-    ...              n_eigenvalues=3)
+    >>> la = Laplace(torch.nn.Linear(2, 1), "regression", "all", "nystrom")
     >>> la.fit(loader)
     >>> cache = FeatureCache.from_loader(la, loader)
     >>> for la.prior_precision in (0.1, 1.0, 10.0):
@@ -88,54 +79,19 @@ class FeatureCache:
     residual: torch.Tensor | None = None
     spectrum: torch.Tensor | None = None
     prior: torch.Tensor | None = None
-    unseen: torch.Tensor | None = None
+    outside_span: torch.Tensor | None = None
     outputs: torch.Tensor | None = None
 
     @classmethod
     def from_loader(
-        cls, la: ELLALaplace, loader: DataLoader, progress_bar: bool = False
+        cls, la: Any, loader: DataLoader, progress_bar: bool = False
     ) -> FeatureCache:
-        """Compute the features of every example of a loader, for the posterior of
-        `la` as it is: its rank, its complement and the shape of its prior."""
+        """Return the features of a loader's examples under the posterior of `la`."""
         return la.cache_features(loader, progress_bar)
 
     @classmethod
-    def of(
-        cls,
-        features: Features,
-        targets: torch.Tensor,
-        posterior: SubspacePosterior,
-        observed: torch.Tensor | None = None,
-    ) -> FeatureCache:
-        """A batch of features with its targets, less the rows without one."""
-        rows = {
-            "f_mu": features.f,
-            "phi": features.phi,
-            "targets": targets.to(features.f.device),
-            "residual": features.residual,
-            "unseen": features.unseen,
-            "outputs": features.outputs,
-        }
-        cache = cls.made_for(posterior, rows)
-        if observed is None or not features.positions.shape:
-            return cache
-        return cache[observed.to(features.f.device)]
-
-    @classmethod
-    def made_for(
-        cls, posterior: SubspacePosterior, rows: Mapping[str, torch.Tensor | None]
-    ) -> FeatureCache:
-        """What a posterior's features of every example are, by name."""
-        prior = posterior.prior if posterior.weighs_gradients else None
-        values: dict[str, Any] = dict(rows)
-        return cls(spectrum=posterior.basis.eigenvalues, prior=prior, **values)
-
-    @classmethod
     def concatenate(cls, caches: Sequence[FeatureCache]) -> FeatureCache:
-        """One cache of several, made with the same basis and prior.
-
-        Where some lack the residual, so does the whole.
-        """
+        """Return one cache of several that were made with the same basis and prior."""
         if not caches:
             raise ValueError("There is nothing to concatenate: got no cache.")
         first = caches[0]
@@ -146,12 +102,12 @@ class FeatureCache:
                 raise ValueError("The caches were made for different priors.")
             if first.top_outputs != other.top_outputs:
                 raise ValueError("The caches were made with different top_outputs.")
-
-        def together(name: str) -> torch.Tensor | None:
-            parts = [getattr(cache, name) for cache in caches]
-            return None if any(p is None for p in parts) else torch.cat(parts)
-
-        return replace(first, **{name: together(name) for name in _PER_ROW})
+        parts = {name: [getattr(cache, name) for cache in caches] for name in _ROWS}
+        whole = {
+            name: None if any(t is None for t in tensors) else torch.cat(tensors)
+            for name, tensors in parts.items()
+        }
+        return replace(first, **whole)
 
     def __len__(self) -> int:
         return len(self.f_mu)
@@ -166,14 +122,10 @@ class FeatureCache:
         """m, where the features are of the m largest outputs only."""
         return None if self.outputs is None else self.outputs.shape[-1]
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: t for name, t in named.items() if t is not None}
-
     def truncate(self, rank: int) -> FeatureCache:
-        """The features of the first `rank` directions.
+        """Return the features of the first `rank` directions.
 
-        What is cut off of the features lies outside the basis then.
+        The part of the features that is cut off lies outside the basis then.
         """
         if rank > self.rank:
             raise ValueError(
@@ -182,36 +134,31 @@ class FeatureCache:
             )
         if rank == self.rank:
             return self
-        residual = self.residual
+        residual, outside = self.residual, self.outside_span
+        beyond = self.phi[..., rank:]
         if residual is not None and self.prior is not None:
             raise ValueError(
                 "Features for a prior that is not scalar cannot be truncated: make the "
                 "cache again after truncating the posterior."
             )
         if residual is not None:
-            beyond = self.phi[..., rank:]
             residual = residual + beyond @ beyond.mT
-        spectrum = None if self.spectrum is None else self.spectrum[:rank]
+        if outside is not None and self.spectrum is not None:
+            # At each level, the directions cut off that do not belong to its span.
+            known = in_levels(self.spectrum, outside.shape[1])[:, rank:]  # (L, k)
+            known[-1] = True
+            unknown = beyond.unsqueeze(1) * ~known.unsqueeze(1)
+            outside = outside + unknown @ unknown.mT
         return replace(
             self,
             phi=self.phi[..., :rank],
             residual=residual,
-            unseen=self._unseen_beyond(rank),
-            spectrum=spectrum,
+            outside_span=outside,
+            spectrum=None if self.spectrum is None else self.spectrum[:rank],
         )
 
-    def _unseen_beyond(self, rank: int) -> torch.Tensor | None:
-        """What is unseen once the directions after the first `rank` have left the
-        basis: at each level those of them that do not belong to it as well."""
-        if self.unseen is None or self.spectrum is None:
-            return self.unseen
-        known = in_levels(self.spectrum, self.unseen.shape[1])[:, rank:]  # (L, k)
-        known[-1] = True
-        beyond = self.phi[..., rank:].unsqueeze(1) * ~known.unsqueeze(1)
-        return self.unseen + beyond @ beyond.mT
-
     def top(self, n: int | None) -> FeatureCache:
-        """Features of the n largest outputs of each row, or of all for None."""
+        """Return the features of the n largest outputs per row, or of all for None."""
         has, C = self.top_outputs, self.f_mu.shape[-1]
         wanted = None if n is None or n >= C else n
         if wanted == has:
@@ -226,35 +173,15 @@ class FeatureCache:
         # Of outputs that are selected already the first ones, which are the largest.
         at = outputs if has is None else torch.arange(wanted, device=outputs.device)
         at = at.expand_as(outputs)
-
-        def square(matrix: torch.Tensor | None) -> torch.Tensor | None:
-            if matrix is None:
-                return None
-            rows = matrix.take_along_dim(at.unsqueeze(-1), 1)
-            return rows.take_along_dim(at.unsqueeze(1), 2)
-
-        return replace(
-            self,
-            phi=self.phi.take_along_dim(at.unsqueeze(-1), 1),
-            residual=square(self.residual),
-            outputs=outputs,
-        )
-
-    def without_residual(self) -> FeatureCache:
-        """For posteriors that drop their complement, in less memory.
-
-        Features for a prior that is not scalar serve only with their residual.
-        """
-        if self.prior is not None:
-            raise ValueError(
-                "These features are for complement='prior' with a prior that is not "
-                "scalar; make the cache again with complement='drop'."
-            )
-        return replace(self, residual=None, unseen=None)
+        residual = self.residual
+        if residual is not None:
+            residual = residual.take_along_dim(at.unsqueeze(-1), 1)
+            residual = residual.take_along_dim(at.unsqueeze(1), 2)
+        phi = self.phi.take_along_dim(at.unsqueeze(-1), 1)
+        return replace(self, phi=phi, residual=residual, outputs=outputs)
 
     def serving(self, posterior: SubspacePosterior) -> FeatureCache:
-        """What a posterior needs of this cache, or an error that says why it has not
-        got it."""
+        """Return what a posterior needs, or say why the cache has not got it."""
         basis = posterior.basis.eigenvalues
         cache = self.truncate(posterior.rank)
         if cache.spectrum is not None and not _same(cache.spectrum, basis):
@@ -262,34 +189,40 @@ class FeatureCache:
                 "The cache was made with another basis than the posterior has; make "
                 "it again with this posterior."
             )
-        needed = posterior.prior if posterior.weighs_gradients else None
+        needed = _prior_of(posterior)
         if not _same(cache.prior, needed):
+            had, has = (
+                "any scalar prior" if p is None else f"one prior of {len(p)} values"
+                for p in (cache.prior, needed)
+            )
             raise ValueError(
-                "The cache was made for "
-                f"{_describe(cache.prior)}, the posterior has {_describe(needed)}. "
-                "With complement='prior' and a prior that is not scalar, features "
-                "depend on the prior; make the cache again with this posterior."
+                f"The cache was made for {had}, the posterior has {has}. With "
+                "complement='prior' and a prior that is not scalar, features depend "
+                "on the prior; make the cache again with this posterior."
             )
         if not posterior.needs_residual:
-            return replace(cache, residual=None, unseen=None)
-        return cache if posterior.levels is not None else replace(cache, unseen=None)
-
-    @property
-    def rows(self) -> dict[str, torch.Tensor]:
-        """What there is of every example, by name."""
-        return {k: t for k, t in self._tensors().items() if k in _PER_ROW}
+            return replace(cache, residual=None, outside_span=None)
+        if posterior.levels is None:
+            return replace(cache, outside_span=None)
+        return cache
 
     def __getitem__(self, index: slice | torch.Tensor) -> FeatureCache:
-        """Some of the examples."""
-        return replace(self, **{k: t[index] for k, t in self.rows.items()})
+        """Return some of the examples."""
+        rows = {name: getattr(self, name) for name in _ROWS}
+        some = {name: t[index] for name, t in rows.items() if t is not None}
+        return replace(self, **some)
 
     def batches(self, size: int = 1024) -> Iterator[FeatureCache]:
-        """The cache in pieces, for links that need memory."""
+        """Return the cache in pieces, for links that need memory."""
         for start in range(0, len(self), size):
             yield self[start : start + size]
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: t for name, t in named.items() if t is not None}
+
     def to(self, device: torch.device | str) -> FeatureCache:
-        """The cache on another device."""
+        """Return the cache on another device."""
         return FeatureCache(**{k: t.to(device) for k, t in self._tensors().items()})
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -300,7 +233,7 @@ class FeatureCache:
     def load(
         cls, path: str | PathLike[str], device: torch.device | str = "cpu"
     ) -> FeatureCache:
-        """Read what `save` wrote."""
+        """Return what `save` wrote; nothing in the file is executed."""
         tensors = torch.load(path, map_location=device, weights_only=True)
         known = {field.name for field in fields(cls)}
         required = {"f_mu", "phi", "targets"}
@@ -314,62 +247,63 @@ class FeatureCache:
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two recorded tensors are both missing, or equal on whatever device."""
+    """Return whether two tensors are both missing, or equal on whatever device."""
     if a is None or b is None:
         return a is b
     return a is b or (a.shape == b.shape and torch.equal(a, b.to(a)))
 
 
-def _describe(prior: torch.Tensor | None) -> str:
-    return "any scalar prior" if prior is None else f"one prior of {len(prior)} values"
+def _prior_of(posterior: SubspacePosterior) -> torch.Tensor | None:
+    """Return the prior that features depend on, None where they do not."""
+    depends = posterior.needs_residual and posterior.prior.numel() > 1
+    return posterior.prior if depends else None
 
 
-def cache_loader(
+def cache_batches(
     posterior: SubspacePosterior,
     linearizer: Linearizer,
     observation: ObservationModel,
     batches: Iterable[tuple[Any, torch.Tensor]],
 ) -> FeatureCache:
-    """Features and targets of all batches (inputs on the device, targets)."""
-    parts, _ = cache_parts(posterior, linearizer, observation, batches)
-    return whole_cache(parts)
-
-
-def cache_parts(
-    posterior: SubspacePosterior,
-    linearizer: Linearizer,
-    observation: ObservationModel,
-    batches: Iterable[tuple[Any, torch.Tensor]],
-) -> tuple[list[FeatureCache], torch.Tensor]:
-    """The same batch by batch, and how many rows each example has, on the CPU."""
-    parts, finite, counts = [], [], [torch.zeros(0, dtype=torch.int64)]
+    """Return features and targets of all batches (inputs on the device, targets)."""
+    caches, finite = [], []
+    spectrum, prior = posterior.basis.eigenvalues, _prior_of(posterior)
+    top = observation.top_outputs
     for x, y in batches:
-        features = features_for(
-            posterior,
-            linearizer,
-            x,
-            top=observation.top_outputs,
-            every_level=True,
-        )
-        rows, known = observation.rows(y, len(features.f), features.positions)
-        finite.append(features.is_finite())
-        parts.append(FeatureCache.of(features, rows, posterior, known))
-        if known is None or not features.positions.shape:
-            known = torch.ones(len(features.f), dtype=torch.bool)
-        known = known.view(-1, features.positions.n_positions)
-        counts.append(known.sum(-1).cpu())
+        parts = [
+            features_for(posterior, linearizer, part, top=top, every_level=True)
+            for part in linearizer.parts(x, posterior.rank)
+        ]
+        positions, start = parts[0].positions, 0
+        n_examples = sum(len(part.f) for part in parts) // positions.n_positions
+        targets = target_rows(y, n_examples, positions, observation.family)
+        known = observed(targets, observation.family)
+        for part in parts:
+            rows = slice(start, start + len(part.f))
+            start = rows.stop
+            f, phi, residual = part.f, part.phi, part.residual
+            tensors = [t for t in (f, phi, residual) if t is not None]
+            finite.append(torch.stack([t.isfinite().all() for t in tensors]).all())
+            cache = FeatureCache(
+                f,
+                phi,
+                targets[rows].to(f.device),
+                residual,
+                spectrum,
+                prior,
+                part.outside_span,
+                part.outputs,
+            )
+            if known is not None and positions.shape:
+                cache = cache[known[rows].to(f.device)]
+            caches.append(cache)
     check_finite(finite, "outputs or features", "of the validation data")
-    return parts, torch.cat(counts)
-
-
-def whole_cache(parts: Sequence[FeatureCache]) -> FeatureCache:
-    """One cache of all batches, or an error where there is nothing in it."""
-    if not parts:
+    if not caches:
         raise ValueError("The loader yielded no batch; there is nothing to cache.")
-    cache = FeatureCache.concatenate(parts)
-    if not len(cache):
+    whole = FeatureCache.concatenate(caches)
+    if not len(whole):
         raise ValueError(
             f"No position has a target, all are {IGNORED}; there is nothing to cache "
             "or compare with."
         )
-    return cache
+    return whole

@@ -1,144 +1,426 @@
-"""Temperature scaling: one number that calibrates a network's logits.
+"""Calibration on validation data: softmax temperature, posterior and prior together.
 
-Index legend: N data, C outputs.
+A confident prediction is softened by dividing f by τ, and by averaging over a posterior
+whose covariance is C(r)/δ: C(r) = φ(1 + rH)⁻¹φᵀ (+ the part outside the basis), with
+r = 1/(σ²Tδ) the weight of the data against the prior. In the probit approximation the
+two act as one division by √(τ² + π/8·var f). The losses of (τ, T, δ) therefore have
+curved valleys, along which these change and predictions hardly do. The coordinates
+
+    scale² = τ² + π/8·v        how much predictions are softened
+    share  = π/8·v / scale²    the posterior's share of it, the rest is τ's
+    shape  = (r,) or (r, α/δ)  how the posterior distributes it among inputs
+
+straighten them, with v the mean variance of f at the validation inputs, and α the
+precision outside the basis where that is a setting of its own. A share of zero is
+temperature scaling by τ = scale. For regression, where noise and variance of f add up,
+τ is the factor of σ, variances are in units of σ² and π/8 is 1.
+
+Index legend: N data, C outputs, S settings.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
-from scipy.optimize import brentq
+from scipy.optimize import minimize
 
 from laplace_ella.errors import BorderWarning, warn_caller
-from laplace_ella.metrics import IGNORED
+from laplace_ella.posterior.complement import Complement
+from laplace_ella.posterior.observation import Family
+from laplace_ella.posterior.posterior import SubspacePosterior
+from laplace_ella.tuning.choice import USUAL_SHARE, choose, standard_errors
+from laplace_ella.tuning.temperature import HIGHEST, LOWEST, checked, minimum
+from laplace_ella.tuning.validation import Validator
 
-__all__ = ["temperature_scaling"]
+#: Shares at which the other settings are searched for; the last is the border. The
+#: first stands for none: the posterior changes a logit by less than 1e-4 of τ.
+NO_SHARE, *SHARES = (1e-8, 0.03, USUAL_SHARE, 0.3, 0.6, 0.9)
 
-#: The temperatures that are looked at.
-LOWEST, HIGHEST = 1e-3, 1e3
+#: Factor of a start within which the scale is looked for.
+SCALES = 10.0
+
+#: log10 of α/δ: from ten times the prior's variance outside the basis to next to none.
+OUTSIDE = (-1.0, 5.0)
+
+#: Relative difference of losses that is rounding.
+ROUNDING = 1e-6
 
 
-def temperature_scaling(
-    logits: torch.Tensor, targets: torch.Tensor, *, multi_label: bool = False
-) -> float:
-    """The τ > 0 that minimises the NLL of softmax(logits/τ) (Guo et al. 2017).
+@dataclass(frozen=True)
+class Calibration:
+    """The choice of `optimize_calibration`, and its grounds.
 
-    The NLL is convex in 1/τ, so its minimum is where its slope vanishes, and a
-    bracketed root finder gives it to twelve digits: the same result in every call. The
-    range is 0.001 ≤ τ ≤ 1,000. A minimum outside it (τ → 0 where every prediction is
-    right, τ → ∞ where guessing would be better) is reported by a `BorderWarning`.
-    Logits that are equal for all classes have the same NLL at every τ, and give 1.
-
-    Parameters
+    Attributes
     ----------
-    logits : torch.Tensor
-        `(N, C)`, of data that the network was not trained on
-    targets : torch.Tensor
-        class indices `(N,)`, of which -100 are ignored, or class probabilities
-        `(N, C)`; with `multi_label` labels `(N, C)` in [0, 1]
-    multi_label : bool, default=False
-        C labels that are there or not, each by a sigmoid, instead of one class of C
-
-    Returns
-    -------
-    float
-        τ; divide logits by it
+    softmax_temperature : float
+        τ; 1 for regression
+    temperature : float
+        T, of the likelihood
+    prior_precision : float
+    complement : float, optional
+        precision outside the basis, where that was chosen
+    sigma_noise : tuple of float
+        for regression, one number or one per output; else empty
+    share : float
+        of the softening that is the posterior's, the rest is τ's, or the noise's: near
+        0 predictions are those of temperature scaling
+    loss : float
+        validation loss of the settings: negative log likelihood per example
+    best_loss : float
+        the lowest that was found
+    standard_error : float
+        of the difference between the two
+    map_loss : float
+        without posterior, as the network is
+    scaling_loss : float
+        without posterior, after temperature scaling, or with the best noise
+    borders : tuple of str
+        settings at the end of their range; each was warned of
+    kept : bool
+        whether the validation data could not tell: the settings are those before
 
     Examples
     --------
-    Right three times out of four, and sure of 98 % each time:
-
-    >>> logits = torch.tensor([[4.0, 0.0]]).expand(4, 2)
-    >>> tau = temperature_scaling(logits, torch.tensor([0, 0, 0, 1]))
-    >>> round(tau, 3), torch.softmax(logits[0] / tau, -1)
-    (3.641, tensor([0.7500, 0.2500]))
+    >>> import torch
+    >>> from laplace import Laplace
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> import laplace_ella
+    >>> model = torch.nn.Linear(2, 3)
+    >>> x = torch.randn(200, 2)
+    >>> y = (model(x) / 2).softmax(-1).multinomial(1).squeeze(-1)  # overconfident
+    >>> loader = DataLoader(TensorDataset(x, y), batch_size=25)
+    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
+    >>> la.fit(loader)
+    >>> chosen = la.optimize_calibration(loader)
+    >>> chosen.loss <= chosen.scaling_loss <= chosen.map_loss
+    True
     """
-    f, y = _checked(logits, targets, multi_label)
-    if not multi_label:
-        f = f - f.max(-1, keepdim=True).values  # the same probabilities, no rounding
-    if not f.any():
-        return 1.0
 
-    def slope(log_inverse: float) -> float:
-        """Derivative of the NLL with respect to β = 1/τ, Σ_c (p_c − y_c) f_c."""
-        scaled = math.exp(log_inverse) * f
-        p = torch.sigmoid(scaled) if multi_label else torch.softmax(scaled, -1)
-        return float(((p - y) * f).sum(-1).mean())
-
-    coldest, hottest = -math.log(LOWEST), -math.log(HIGHEST)
-    # At the cold end the slope of perfect predictions underflows to zero.
-    if slope(coldest) <= 0.0:
-        return _border(LOWEST, "every smaller one is still better: no error is left")
-    if slope(hottest) >= 0.0:
-        return _border(HIGHEST, "every larger one is still better than these logits")
-    log_inverse: Any = brentq(slope, hottest, coldest, xtol=1e-12)
-    return math.exp(-log_inverse)
+    softmax_temperature: float
+    temperature: float
+    prior_precision: float
+    complement: float | None
+    sigma_noise: tuple[float, ...]
+    share: float
+    loss: float
+    best_loss: float
+    standard_error: float
+    map_loss: float
+    scaling_loss: float
+    borders: tuple[str, ...] = ()
+    kept: bool = False
 
 
-def _checked(
-    logits: torch.Tensor, targets: torch.Tensor, multi_label: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Observed logits and target probabilities `(N, C)` in float64."""
-    if logits.ndim != 2 or not logits.is_floating_point():
+def search_calibration(
+    posterior: SubspacePosterior, validator: Validator
+) -> Calibration:
+    """Return the settings that calibrate best, by the validation NLL.
+
+    Parameters
+    ----------
+    posterior : SubspacePosterior
+        with a scalar prior; a number as its complement is chosen, too
+    validator : Validator
+        with the negative log likelihood as its loss, and features that serve the
+        posterior
+    """
+    H = posterior.H.double()
+    eigenvalues = torch.linalg.eigvalsh(H) if H.ndim == 2 else H
+    top = float(eigenvalues.max())
+    if not top > 0:
         raise ValueError(
-            f"logits must be floating-point numbers (N, C), got {logits.dtype} of "
-            f"shape {tuple(logits.shape)}. Flatten positions to rows first."
+            "The posterior has the curvature of no data, so there is nothing to "
+            "weigh against the prior. Call fit(train_loader) first."
         )
-    targets = targets.detach().to(logits.device)
-    indices = not multi_label and targets.shape == logits.shape[:1]
-    if not indices and targets.shape != logits.shape:
-        expected = "labels (N, C)" if multi_label else "classes (N,) or (N, C)"
-        raise ValueError(
-            f"targets must be {expected} for logits {tuple(logits.shape)}, got shape "
-            f"{tuple(targets.shape)}."
-        )
-    f = logits.detach().double()
-    if indices:
-        f, y = _observed(f, targets)
-    else:
-        y = targets.double()
-    if len(f) == 0 or f.shape[-1] == 0:
-        raise ValueError(
-            "Expected at least one observed example, got none: temperature scaling "
-            "needs validation data."
-        )
-    if not f.isfinite().all():
-        bad = int((~f.isfinite()).any(-1).sum())
-        raise ValueError(f"logits of {bad} of {len(f)} examples are NaN or infinite.")
-    if not ((y >= 0) & (y <= 1)).all():  # also refuses NaN
-        raise ValueError("targets (N, C) must be probabilities between 0 and 1.")
-    if not multi_label and ((y.sum(-1) - 1).abs() > 1e-2).any():
-        raise ValueError(
-            "targets (N, C) must be class probabilities that sum to 1 per example. For "
-            "several labels per example pass multi_label=True."
-        )
-    return f, y
+    # Beyond these ratios the posterior no longer changes its shape.
+    lowest = max(float(eigenvalues.min()), 1e-6 * top)
+    axes = [("ratio", math.log10(0.01 / top), math.log10(100 / lowest))]
+    if not isinstance(posterior.complement, Complement):
+        axes.append(("complement", *OUTSIDE))
+    factor_at_one = float(posterior.factor * validator.observation.temperature)
+    rotated, validator = validator.rotated(posterior)
+    return _Search(rotated, validator, tuple(axes), factor_at_one).run()
 
 
-def _observed(
-    f: torch.Tensor, classes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and one-hot targets of the rows whose class is known."""
-    if classes.is_floating_point():
-        raise ValueError(f"Class indices must be integers, got {classes.dtype}.")
-    known = classes != IGNORED
-    f, classes = f[known], classes[known].long()
-    if len(classes) and not (
-        0 <= int(classes.min()) <= int(classes.max()) < f.shape[1]
-    ):
-        raise ValueError(
-            f"Classes must lie between 0 and {f.shape[1] - 1} (or be {IGNORED}), got "
-            f"{int(classes.min())} to {int(classes.max())}."
+@dataclass(frozen=True)
+class _Setting:
+    """How much predictions are softened, and by what, in the module's coordinates."""
+
+    scale: float
+    share: float
+    shape: tuple[float, ...]
+
+    @property
+    def base(self) -> float:
+        """τ, or the factor of the noise."""
+        return self.scale * math.sqrt(1 - self.share)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A setting, the losses of all examples `(N,)`, float64, and that of one unseen."""
+
+    setting: _Setting
+    losses: torch.Tensor
+    unseen: torch.Tensor
+
+    @property
+    def loss(self) -> float:
+        return float(self.losses.mean())
+
+    def error(self, best: _Found) -> float:
+        """Return the standard error of the difference to the loss of another."""
+        losses = torch.stack([best.losses, self.losses])
+        unseen = torch.stack([best.unseen, self.unseen])
+        return float(standard_errors(losses, 0, unseen)[1])
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The search of one posterior's settings.
+
+    Attributes
+    ----------
+    posterior, validator : SubspacePosterior and Validator
+        rotated where that makes candidates cheap
+    axes : tuple
+        of the shape: name, lowest and highest value of its log10
+    factor_at_one : float
+        1/σ², by which the curvature is multiplied for T = 1 and the noise as it is
+    floor : float
+        least scale: 1, unless the data insist on less
+    unit_variances : dict
+        by shape, the mean variance for the prior precision 1
+    """
+
+    posterior: SubspacePosterior
+    validator: Validator
+    axes: tuple[tuple[str, float, float], ...]
+    factor_at_one: float
+    floor: float = 0.0
+    unit_variances: dict[tuple[float, ...], float] = field(default_factory=dict)
+
+    def run(self) -> Calibration:
+        scaling = self.find(_Setting(self.scaling(), NO_SHARE, self.shapes()[0]))
+        start, at_most = scaling, math.inf
+        if not self.is_regression:
+            start = self.least_sharpening(scaling)
+            if start.setting.scale == 1 and scaling.setting.scale in (LOWEST, HIGHEST):
+                return self.keep(scaling, start)
+            self = replace(self, floor=min(start.setting.scale, 1.0))
+        if start is scaling:
+            at_most = scaling.loss * (1 + math.copysign(ROUNDING, scaling.loss))
+        found = [start]
+        for share in SHARES:  # for each, the best of the rest
+            scale = found[-1].setting.scale
+            tried = [self.find(_Setting(scale, share, s)) for s in self.shapes()]
+            found.append(self.descend(min(tried, key=lambda each: each.loss)))
+        setting = self.choose(found, at_most).setting
+        # Of the shapes that do as well, the one with T nearest to 1.
+        found += [self.find(replace(setting, shape=shape)) for shape in self.shapes()]
+        chosen = self.choose(found, at_most)
+        best = min(found, key=lambda each: each.loss)
+        borders = self.borders(chosen.setting, scaling.setting)
+        return replace(self.report(chosen, best, scaling), borders=borders)
+
+    # Settings and their losses
+
+    @property
+    def is_regression(self) -> bool:
+        return self.validator.observation.family.is_regression
+
+    def shapes(self) -> list[tuple[float, ...]]:
+        """Return a grid of shapes, about a decade apart."""
+        grids = (
+            np.linspace(low, high, max(3, round(high - low) + 1)).tolist()
+            for _, low, high in self.axes
         )
-    return f, torch.nn.functional.one_hot(classes, f.shape[1]).double()
+        return list(itertools.product(*grids))
+
+    def posterior_at(self, setting: _Setting) -> SubspacePosterior:
+        """Return the posterior whose mean variance is its share of the softening."""
+        old, (log_ratio, *log_outside) = self.posterior, setting.shape
+
+        def with_prior(prior: float) -> SubspacePosterior:
+            complement = old.complement
+            if log_outside:
+                complement = 10 ** log_outside[0] * prior
+            factor = torch.full_like(old.factor, 10**log_ratio * prior)
+            prior_precision = torch.full_like(old.prior, prior)
+            return old.with_(
+                factor=factor, prior=prior_precision, complement=complement
+            )
+
+        known = self.unit_variances
+        if setting.shape not in known:
+            known[setting.shape] = self.validator.mean_variance(with_prior(1.0))
+        variance = setting.share * setting.scale**2
+        variance = variance / (1.0 if self.is_regression else math.pi / 8)
+        return with_prior(known[setting.shape] / variance)
+
+    def find(self, setting: _Setting) -> _Found:
+        """Return a setting's losses, with no less softening than the floor."""
+        setting = replace(setting, scale=max(setting.scale, self.floor))
+        observation = self.validator.observation
+        if self.is_regression:
+            noise = observation.sigma_noise * setting.base
+            observation = replace(observation, sigma_noise=noise)
+        else:
+            observation = replace(observation, softmax_temperature=setting.base)
+        validator = replace(self.validator, observation=observation)
+        losses = validator.example_losses(self.posterior_at(setting), unseen=True)
+        return _Found(setting, losses[:-1], losses[-1])
+
+    def temperature(self, setting: _Setting) -> float:
+        """Return T; scaling the noise as well leaves less of the factor to it."""
+        factor = float(self.posterior_at(setting).factor)
+        noise = setting.base**2 if self.is_regression else 1.0
+        return self.factor_at_one / factor / noise
+
+    def choose(self, found: Sequence[_Found], at_most: float) -> _Found:
+        settings = [each.setting for each in found]
+        chosen = choose(
+            torch.stack([each.losses for each in found]),
+            # The factor of the noise is no temperature: none is preferred.
+            [1.0 if self.is_regression else s.base for s in settings],
+            [s.share for s in settings],
+            [self.temperature(s) for s in settings],
+            torch.stack([each.unseen for each in found]),
+            at_most,
+        )
+        return found[chosen]
+
+    # Steps
+
+    def scaling(self) -> float:
+        """Return the scale of temperature scaling, or of the noise alone."""
+        f, targets = self.validator.cache.f_mu, self.validator.cache.targets
+        observation = self.validator.observation
+        if not self.is_regression:
+            labels = observation.family is Family.BERNOULLI
+            return minimum(*checked(f, targets, labels), labels)
+        noise = observation.sigma_noise.detach()
+        errors = (targets - f) / noise.to(f)
+        scale = float(errors.double().square().mean().sqrt())
+        if not scale > float(f.abs().max() * torch.finfo(f.dtype).eps / noise.min()):
+            raise ValueError(
+                "The model meets all validation targets exactly, which leaves no "
+                "noise to find. Use validation data that it was not trained on."
+            )
+        return scale
+
+    def least_sharpening(self, scaling: _Found) -> _Found:
+        """Return temperature scaling with τ as near to 1 as the data allow.
+
+        Nearer where τ is below 1, or at the end of its range: a few predictions that
+        are all right, or all wrong, are no reason to trust or to distrust the network.
+        """
+        tau = scaling.setting.scale
+        taus = [1.0] if tau == HIGHEST else np.geomspace(1.0, min(tau, 1.0), 12)[:-1]
+        for nearer in taus if tau < 1 or tau == HIGHEST else ():
+            found = self.find(replace(scaling.setting, scale=float(nearer)))
+            if found.loss - scaling.loss <= found.error(scaling):
+                return found
+        return scaling
+
+    def descend(self, start: _Found) -> _Found:
+        """Return the lowest loss near a start with the same share, by a simplex."""
+        scale = math.log(start.setting.scale)
+        width = math.log(SCALES)
+        bounds = [(scale - width, scale + width), *((a, b) for _, a, b in self.axes)]
+        first = np.array([scale, *start.setting.shape])
+        steps = np.array([0.1, *(0.5 for _ in self.axes)])
+        steps = np.where(first + steps > [b for _, b in bounds], -steps, steps)
+
+        def found(z: np.ndarray) -> _Found:
+            shape = tuple(float(v) for v in z[1:])
+            return self.find(_Setting(math.exp(z[0]), start.setting.share, shape))
+
+        refined = minimize(
+            lambda z: found(z).loss,
+            first,
+            method="Nelder-Mead",
+            bounds=bounds,
+            options={
+                "initial_simplex": first + np.vstack([0 * first, np.diag(steps)]),
+                "xatol": 0.02,
+                "fatol": 1e-5,
+                "maxfev": 25 * len(first),
+            },
+        )
+        return min(start, found(refined.x), key=lambda each: each.loss)
+
+    # Results
+
+    def report(self, chosen: _Found, best: _Found, scaling: _Found) -> Calibration:
+        setting = chosen.setting
+        posterior = self.posterior_at(setting)
+        noise = self.validator.observation.sigma_noise.reshape(-1) * setting.base
+        plain = replace(self, floor=0.0).find(replace(scaling.setting, scale=1.0))
+        return Calibration(
+            softmax_temperature=1.0 if self.is_regression else setting.base,
+            temperature=self.temperature(setting),
+            prior_precision=float(posterior.prior),
+            complement=_number(posterior.complement),
+            sigma_noise=tuple(noise.tolist()) if self.is_regression else (),
+            share=setting.share,
+            loss=chosen.loss,
+            best_loss=best.loss,
+            standard_error=chosen.error(best),
+            map_loss=plain.loss,
+            scaling_loss=scaling.loss,
+        )
+
+    def keep(self, scaling: _Found, plain: _Found) -> Calibration:
+        """Return the settings as they are, with a warning."""
+        observation, tau = self.validator.observation, scaling.setting.scale
+        what = "are right" if tau == LOWEST else "would be better guessed"
+        warn_caller(
+            f"The {len(plain.losses)} validation examples cannot tell how sure the "
+            f"network should be: their predictions {what}, and a softmax temperature "
+            "of 1 does as well within one standard error. All settings are kept. Use "
+            "more validation data.",
+            BorderWarning,
+        )
+        return replace(
+            self.report(plain, scaling, scaling),
+            softmax_temperature=observation.softmax_temperature,
+            temperature=float(observation.temperature),
+            prior_precision=float(self.posterior.prior),
+            complement=_number(self.posterior.complement),
+            share=math.nan,
+            loss=float(self.validator.example_losses(self.posterior).mean()),
+            borders=("temperature",),
+            kept=True,
+        )
+
+    def borders(self, setting: _Setting, scaling: _Setting) -> tuple[str, ...]:
+        """Return what lies at the end of its range, each with a warning."""
+        found = {}
+        if setting.share == NO_SHARE:
+            found["share"] = "the validation data ask for temperature scaling"
+        elif setting.share == SHARES[-1]:
+            found["share"] = "they ask for the posterior alone"
+        if abs(math.log(setting.scale / scaling.scale)) > math.log(SCALES) - 0.05:
+            found["scale"] = f"predictions are softened by {setting.scale:.3g}"
+        for (name, low, high), value in zip(self.axes, setting.shape, strict=True):
+            at_end = min(abs(value - low), abs(value - high)) < 0.05
+            if setting.share > NO_SHARE and at_end:
+                found[name] = f"it is {10**value:.3g}"
+        for name, why in found.items():
+            warn_caller(
+                f"The {name} of the calibration is at the border of its range: {why}. "
+                "No other setting is better on these validation data; more of them may "
+                "tell more.",
+                BorderWarning,
+            )
+        return tuple(found)
 
 
-def _border(temperature: float, why: str) -> float:
-    warn_caller(
-        f"The temperature is {temperature:g}, the border of the range; {why}. Use more "
-        "validation data, or none of the training data.",
-        BorderWarning,
-    )
-    return temperature
+def _number(complement: Complement | float) -> float | None:
+    return None if isinstance(complement, Complement) else complement

@@ -13,16 +13,8 @@ from tqdm.auto import trange
 
 from laplace_ella.posterior.fit import Fit
 from laplace_ella.posterior.observation import ObservationModel
-from laplace_ella.posterior.subspace import SubspacePosterior
+from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.support.batches import has_values
-from laplace_ella.tuning.eigenbasis import (
-    EigenPosterior,
-    LayerPosterior,
-    by_layers,
-    with_eigenvalues,
-)
-
-__all__ = ["Evidence", "climb", "maximize"]
 
 
 @dataclass(frozen=True)
@@ -33,9 +25,9 @@ class Evidence:
     ----------
     fit : Fit
     observation : ObservationModel
-    posterior : SubspacePosterior, EigenPosterior or LayerPosterior
-        of the fit; the latter two for one noise and many evaluations: a scalar prior,
-        where a value costs K operations instead of K³, and a layerwise one
+    posterior : SubspacePosterior
+        of the fit; rotated to the eigenbasis of its curvature where there is one noise
+        and one prior precision, so that a value costs K operations instead of K³
     square_distance : torch.Tensor
         (θ̂ − μ₀)² summed up in the structure of the prior: `(1,)`, `(L,)` or `(P,)`,
         float64
@@ -43,7 +35,7 @@ class Evidence:
 
     fit: Fit
     observation: ObservationModel
-    posterior: SubspacePosterior | EigenPosterior | LayerPosterior
+    posterior: SubspacePosterior
     square_distance: torch.Tensor
 
     @classmethod
@@ -55,32 +47,28 @@ class Evidence:
         prior_mean: torch.Tensor,
         many: bool = False,
     ) -> Evidence:
-        """The evidence for priors structured like the posterior's.
+        """Return the evidence for priors structured like the posterior's.
 
         `many` prepares for many evaluations, by one eigendecomposition.
         """
         square = (fit.mean - prior_mean).double().square().expand_as(fit.mean)
-        if posterior.is_scalar:
+        if posterior.prior.numel() == 1:
             square = square.sum().reshape(1)
-        elif posterior.prior.numel() != posterior.n_params:
+            if many and fit.sums.H.ndim == 2:
+                posterior = posterior.rotated()[0]
+        elif posterior.prior.numel() != square.numel():
             pieces = square.split(list(posterior.basis.numels))
             square = torch.stack([piece.sum() for piece in pieces])
-        prepared: SubspacePosterior | EigenPosterior | LayerPosterior = posterior
-        if many and fit.sums.H.ndim == 2:
-            if posterior.is_scalar:
-                prepared = with_eigenvalues(posterior)
-            elif posterior.is_layerwise and posterior.needs_residual:
-                prepared = by_layers(posterior)
-        return cls(fit, observation, prepared, square)
+        return cls(fit, observation, posterior, square)
 
     def __call__(self, prior: torch.Tensor, sigma_noise: torch.Tensor) -> torch.Tensor:
-        """Differentiable in both, float64."""
+        """Return the evidence, differentiable in both, float64."""
         observation = replace(self.observation, sigma_noise=sigma_noise)
         H, factor = observation.weigh(self.fit.sums.H)
-        posterior = self.posterior
-        if isinstance(posterior, SubspacePosterior):
-            posterior = posterior.with_(H=H)
-        posterior = posterior.with_(factor=factor, prior=prior)
+        rotated = self.posterior.H.ndim == 1
+        posterior = self.posterior.with_(
+            H=self.posterior.H if rotated else H, factor=factor, prior=prior
+        )
         sums = self.fit.sums
         fitted = observation.log_likelihood(
             sums.loss.double(), sums.n_data, self.fit.n_outputs
@@ -96,17 +84,14 @@ def climb(
     lr: float,
     progress_bar: bool = False,
 ) -> torch.Tensor:
-    """Prior precision after steps of Adam on its logarithm, as Laplace takes them."""
+    """Return the prior precision after laplace-torch's steps of Adam on its log."""
     log_prior = prior.detach().log()
+    sigma = evidence.observation.sigma_noise.detach()
+    bar = trange(
+        n_steps, desc="[Optimizing marginal likelihood]", disable=not progress_bar
+    )
     with torch.enable_grad():
-        log_prior = log_prior.requires_grad_()
-        adam = torch.optim.Adam([log_prior], lr=lr)
-        sigma = evidence.observation.sigma_noise.detach()
-        bar = trange(
-            n_steps,
-            desc="[Optimizing marginal likelihood]",
-            disable=not progress_bar,
-        )
+        adam = torch.optim.Adam([log_prior.requires_grad_()], lr=lr)
         for _ in bar:
             adam.zero_grad()
             (-evidence(log_prior.exp(), sigma)).backward()
@@ -136,7 +121,7 @@ def maximize(
     tune_prior: bool,
     progress_bar: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sigma_noise and prior precision that maximise the evidence.
+    """Return sigma_noise and prior precision that maximise the evidence.
 
     Adam on their logarithms, from their current values, finds the neighbourhood of the
     maximum, L-BFGS the maximum; whichever was better counts.
@@ -159,21 +144,21 @@ def maximize(
             best = value, log_sigma.detach().clone(), log_prior.detach().clone()
         return loss
 
-    def restart() -> tuple[torch.Tensor, torch.Tensor]:
+    def best_so_far() -> tuple[torch.Tensor, torch.Tensor]:
         if best is None:
             raise _undefined(evidence)
         return best[1], best[2]
 
     with torch.enable_grad():
         adam = torch.optim.Adam(variables, lr=lr)
-        bar = trange(n_steps, desc="[Evidence]", disable=not progress_bar)
-        for _ in bar:
+        for _ in trange(n_steps, desc="[Evidence]", disable=not progress_bar):
             adam.step(closure)
+        start = best_so_far()
         with torch.no_grad():
-            for variable, value in zip((log_sigma, log_prior), restart(), strict=True):
+            for variable, value in zip((log_sigma, log_prior), start, strict=True):
                 variable.copy_(value)
         torch.optim.LBFGS(
             variables, max_iter=n_steps, line_search_fn="strong_wolfe"
         ).step(closure)
-    sigma, prior = restart()
-    return sigma.exp(), prior.exp()
+    log_sigma, log_prior = best_so_far()
+    return log_sigma.exp(), log_prior.exp()

@@ -1,7 +1,7 @@
 """Choosing prior, temperature and rank on validation data.
 
-Every search works on immutable posteriors and cached features: a candidate costs a K×K
-factorisation and small products, and an exception leaves the fit as it was.
+Every search works on immutable posteriors and cached features: a candidate costs a few
+small products, and an exception leaves the fit as it was.
 """
 
 from __future__ import annotations
@@ -16,19 +16,8 @@ from scipy.optimize import minimize, minimize_scalar
 from tqdm.auto import tqdm
 
 from laplace_ella.errors import BorderWarning, warn_caller
-from laplace_ella.posterior.subspace import SubspacePosterior
-from laplace_ella.tuning.softening import Candidates
+from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.tuning.validation import Validator
-
-__all__ = [
-    "best",
-    "prior_precision_from_weight_decay",
-    "rank_by_evidence",
-    "search_prior",
-    "search_rank",
-    "search_temperature",
-    "search_temperature_and_prior",
-]
 
 T = TypeVar("T")
 
@@ -37,7 +26,7 @@ VALLEY = 1e-3
 
 
 def prior_precision_from_weight_decay(weight_decay: float, n_data: int) -> float:
-    """The Gaussian prior that weight decay γ stood for: 1/σ0² = Nγ.
+    """Return the Gaussian prior that weight decay γ stood for: 1/σ0² = Nγ.
 
     Training minimised the mean loss over N data plus γ/2·‖θ‖². Times N that is the
     negative log posterior with prior precision Nγ (Deng et al. 2022, Sec. 5.1).
@@ -55,8 +44,8 @@ def prior_precision_from_weight_decay(weight_decay: float, n_data: int) -> float
     return weight_decay * n_data
 
 
-def best(candidates: Sequence[T], losses: Sequence[float]) -> T:
-    """The candidate with the lowest loss; an error if no loss is defined."""
+def lowest(candidates: Sequence[T], losses: Sequence[float]) -> T:
+    """Return the candidate with the lowest loss; raise if no loss is defined."""
     index = int(np.argmin(losses))
     if not math.isfinite(losses[index]):
         raise ValueError(
@@ -73,8 +62,8 @@ def search_prior(
     validator: Validator,
     progress_bar: bool = False,
 ) -> torch.Tensor:
-    """The scalar prior precision of the grid with the lowest validation loss."""
-    candidate, validator = validator.for_scalars(posterior)
+    """Return the scalar prior precision of the grid with the lowest validation loss."""
+    candidate, validator = validator.rotated(posterior)
 
     def loss(prior: torch.Tensor) -> float:
         return validator(candidate.with_(prior=prior.reshape(1).to(posterior.prior)))
@@ -85,7 +74,7 @@ def search_prior(
 def search_grid(
     grid: torch.Tensor, loss: Callable[[torch.Tensor], float], progress_bar: bool
 ) -> torch.Tensor:
-    """The prior precision of a grid with the lowest loss."""
+    """Return the prior precision of a grid with the lowest loss."""
     losses = []
     bar = tqdm(grid, disable=not progress_bar)
     for candidate in bar:
@@ -94,7 +83,7 @@ def search_grid(
             bar.set_description(
                 f"[Grid search | prior_prec: {candidate:.3e}, loss: {losses[-1]:.3f}]"
             )
-    return best(list(grid), losses)
+    return lowest(list(grid), losses)
 
 
 def _warn_at_border(name: str, log_value: float, bounds: tuple[float, float]) -> None:
@@ -109,21 +98,26 @@ def _warn_at_border(name: str, log_value: float, bounds: tuple[float, float]) ->
         )
 
 
+def _log_temperatures(n_data: int, n: int) -> np.ndarray:
+    """Return log10 of temperatures from 0.01 to that of a tenth of an example."""
+    return np.linspace(-2, max(np.log10(n_data), 0) + 1, n)
+
+
 def search_temperature(
     posterior: SubspacePosterior, n_data: int, validator: Validator
 ) -> float:
-    """The factor t by which to divide the likelihood's curvature.
+    """Return the factor t by which to divide the likelihood's curvature.
 
     A coarse logarithmic grid brackets the minimum, Brent's method refines it.
     """
-    candidate, validator = validator.for_scalars(posterior)
+    candidate, validator = validator.rotated(posterior)
 
     def loss(log_t: float) -> float:
         return validator(candidate.with_(factor=posterior.factor / 10**log_t))
 
-    grid = np.linspace(-2, max(np.log10(n_data), 0) + 1, 25)
+    grid = _log_temperatures(n_data, 25)
     losses = [loss(log_t) for log_t in grid]
-    start = best(range(len(grid)), losses)
+    start = lowest(range(len(grid)), losses)
     low, high = grid[max(start - 1, 0)], grid[min(start + 1, len(grid) - 1)]
     refined = minimize_scalar(
         loss, bounds=(low, high), method="bounded", options={"xatol": 1e-3}
@@ -139,24 +133,25 @@ def search_temperature_and_prior(
     validator: Validator,
     log_prior_range: tuple[float, float],
 ) -> tuple[float, float]:
-    """Factor t and scalar prior precision together: a coarse grid, then a simplex.
+    """Return factor t and scalar prior precision, chosen together.
 
-    Along settings with the same mean variance the loss is often flat to the border of
-    the range. Of those that are as good up to `VALLEY`, t nearest to 1 is taken.
+    A coarse grid brackets the minimum, a simplex refines it. Along settings with the
+    same mean variance the loss is often flat to the border of the range: of those that
+    are as good up to `VALLEY`, t nearest to 1 is taken.
     """
-    candidates = Candidates.of(posterior, validator)
-    candidate, validator = candidates.posterior, candidates.validator
+    rotated, validator = validator.rotated(posterior)
+
+    def candidate(log_t: float, log_prior: float) -> SubspacePosterior:
+        prior = torch.full_like(posterior.prior, 10**log_prior)
+        return rotated.with_(factor=posterior.factor / 10**log_t, prior=prior)
 
     def loss(point: np.ndarray) -> float:
-        log_t, log_prior = point
-        prior = torch.full_like(posterior.prior, 10**log_prior)
-        factor = posterior.factor / 10**log_t
-        return validator(candidate.with_(factor=factor, prior=prior))
+        return validator(candidate(*point))
 
-    times = np.linspace(-2, max(np.log10(n_data), 0) + 1, 13)
+    times = _log_temperatures(n_data, 13)
     priors = np.linspace(*log_prior_range, 13)
     points = [np.array([t, p]) for t in times for p in priors]
-    start = best(points, [loss(point) for point in points])
+    start = lowest(points, [loss(point) for point in points])
     # A first simplex of half a grid step, towards the middle of the range.
     bounds = np.array([[times[0], times[-1]], log_prior_range])
     steps = np.array([times[1] - times[0], priors[1] - priors[0]]) / 2
@@ -174,7 +169,13 @@ def search_temperature_and_prior(
     )
     enough = refined.fun + VALLEY * abs(refined.fun)
     log_t, log_prior = refined.x
-    for point in _same_variance(candidates, float(posterior.factor), log_t, log_prior):
+    variance, others = validator.mean_variance(candidate(log_t, log_prior)), []
+    # tδ fixes how the variance is distributed; it is inverse to δ then.
+    for product in np.linspace(bounds[:, 0].sum(), bounds[:, 1].sum(), 25):
+        unit = validator.mean_variance(candidate(product, 0.0))
+        other = math.log10(unit / variance)
+        others.append(np.array([product - other, other]))
+    for point in sorted(others, key=lambda point: abs(point[0])):
         if abs(point[0]) >= abs(log_t):
             break
         within = ((bounds[:, 0] <= point) & (point <= bounds[:, 1])).all()
@@ -186,28 +187,14 @@ def search_temperature_and_prior(
     return float(10**log_t), float(10**log_prior)
 
 
-def _same_variance(
-    candidates: Candidates, factor: float, log_t: float, log_prior: float
-) -> list[np.ndarray]:
-    """Further (log10 t, log10 prior) with the same mean variance, t near 1 first."""
-    ratio = math.log10(factor) - log_t - log_prior
-    variance = candidates.unit_variance((ratio,)) / 10**log_prior
-    points = []
-    for shape in candidates.shapes():
-        other = candidates.with_variance(shape, variance)
-        t, prior = factor / float(other.factor), float(other.prior)
-        points.append(np.log10([t, prior]))
-    return sorted(points, key=lambda point: abs(point[0]))
-
-
 def rank_by_evidence(posterior: SubspacePosterior, share: float) -> int:
-    """The smallest rank whose directions have a share of the log determinant ratio: of
-    that of all K, or of the whole spectrum's where the evidence is of that.
+    """Return the smallest rank whose directions have a share of the log det ratio.
 
-    At fixed θ̂ every direction can only add to the Occam factor, so that the evidence
-    of the basis falls with k and its maximum says nothing; where it levels off does:
-    the directions beyond are ones the data say nothing about. The evidence of the
-    whole spectrum hardly depends on k.
+    Of that of all K, or of the whole spectrum's where the evidence is of that. At fixed
+    θ̂ every direction can only add to the Occam factor, so that the evidence of the
+    basis falls with k and its maximum says nothing; where it levels off does: the
+    directions beyond are ones the data say nothing about. The evidence of the whole
+    spectrum hardly depends on k.
     """
     within = posterior.with_(whole=False).log_det_ratios()
     reached = share * posterior.log_det_ratio
@@ -217,7 +204,7 @@ def rank_by_evidence(posterior: SubspacePosterior, share: float) -> int:
 def search_rank(
     posterior: SubspacePosterior, ranks: Iterable[int], validator: Validator
 ) -> tuple[int, list[float]]:
-    """The rank with the lowest validation loss, and all the losses."""
+    """Return the rank with the lowest validation loss, and all the losses."""
     ranks = list(ranks)
     losses = [validator(posterior.truncate(k)) for k in ranks]
-    return best(ranks, losses), losses
+    return lowest(ranks, losses), losses

@@ -1,0 +1,423 @@
+"""A Laplace posterior on a subspace of the weights: the fit, densities and state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from laplace.utils.enums import Likelihood
+
+from laplace_ella.derivatives.model_function import refuse_sharded, unwrap
+from laplace_ella.derivatives.modes import Modes
+from laplace_ella.errors import NotFittedError, NumericalWarning, warn_caller
+from laplace_ella.fitting.checkpoint import (
+    digest,
+    posterior_from_state,
+    state_of_posterior,
+)
+from laplace_ella.fitting.distributed import Processes, joined, processes_of
+from laplace_ella.fitting.plan import FitPlan, check_plan
+from laplace_ella.posterior.observation import Link, ObservationModel
+from laplace_ella.settings import EllaSettings
+from laplace_ella.support.checks import positive_int
+from laplace_ella.support.preserve import undisturbed
+
+if TYPE_CHECKING:
+    from laplace_ella.derivatives.linearizer import Linearizer
+    from laplace_ella.posterior.basis import NystromBasis
+    from laplace_ella.posterior.fit import Fit
+    from laplace_ella.posterior.posterior import SubspacePosterior
+
+__all__ = ["EllaBase"]
+
+#: Relative error of an exact posterior's variances that is worth a warning.
+LARGEST_ERROR = 0.01
+
+
+class OfFit:
+    """An attribute of Laplace's interface that the fit determines.
+
+    Before a fit it has the value that laplace-torch's constructor gave it.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, la: Any, owner: type | None = None) -> Any:
+        if la is None:
+            return self
+        fit = la.fitted
+        if fit is None:
+            if self.name not in la.__dict__:
+                raise AttributeError(self.name)
+            return la.__dict__[self.name]
+        if self.name == "loss":
+            return fit.sums.loss.to(fit.mean.dtype)
+        return getattr(fit.sums if self.name in ("H", "n_data") else fit, self.name)
+
+    def __set__(self, la: Any, value: Any) -> None:
+        if la.fitted is not None:
+            raise AttributeError(
+                f"{self.name} is what the fit found and cannot be set. Use fit(), "
+                "fit_basis(), fit_features(), truncate() or load_state_dict()."
+            )
+        la.__dict__[self.name] = value
+
+
+class EllaBase(EllaSettings):
+    """A Laplace posterior on a subspace of the weights: the fit that it has, densities
+    and state. What a fit found (`H`, `loss`, `mean`, ...) is read from it.
+    """
+
+    H: Any = OfFit()
+    loss: Any = OfFit()
+    n_data: Any = OfFit()
+    n_outputs: Any = OfFit()
+    mean: Any = OfFit()
+
+    @property
+    def _observation(self) -> ObservationModel:
+        return ObservationModel(
+            self._family,
+            self._layout,
+            self._sigma_noise,
+            self._temperature,
+            self._softmax_temperature,
+            self._top_outputs,
+        )
+
+    def _check_link(self, link_approx: Link) -> None:
+        """Refuse a link that is not for the predictions of this posterior."""
+        n_channels = None
+        if self.fitted is not None:
+            n_channels = self._layout.of(self.fitted.output_shape).n_channels
+        self._observation.check_link(link_approx, n_channels)
+
+    def _plan(self, processes: Processes | None = None) -> FitPlan:
+        """Return what a fit of this posterior will do."""
+        plan = FitPlan(
+            self._fn,
+            self._layout,
+            self.dict_key_x,
+            self._compute,
+            self._observation,
+            self.subsample_size,
+            self.n_eigenvalues,
+            self.seed,
+            self.curvature,
+            self.stochastic,
+            self._complement,
+        )
+        check_plan(plan.subsample_size, plan.n_eigenvalues, plan.seed, plan.complement)
+        if processes is None:
+            return plan
+        budgets = processes.meet("memory budgets", plan.available())
+        return replace(plan, budget=min(budgets))
+
+    # Several processes, and the user's state
+
+    @contextmanager
+    def _working(self, what: str, **given: Any) -> Iterator[Processes | None]:
+        """Preserve the user's state around work with data; where there are several
+        processes, compare what they must have in common, and let them fail together.
+
+        `given` are the arguments of the call that must be the same.
+        """
+        processes = None
+        if self.distributed is not False:  # which every process reads for itself
+            processes = processes_of(self.distributed, self._device)
+        if processes is None:
+            with undisturbed(self.model):
+                yield None
+            return
+        part = joined()
+        with processes.together(what), undisturbed(self.model):
+            if not part:
+                refuse_sharded(self.model)
+                processes.check_same({"the call": what, **self._described(), **given})
+                self._check_models(processes)
+            yield processes
+
+    def _check_models(self, processes: Processes) -> None:
+        tensors = unwrap(self.model).state_dict(keep_vars=True)
+        own = {k: digest(t) for k, t in tensors.items() if torch.is_tensor(t)}
+        found = processes.meet("weights", own)
+        for rank, other in enumerate(found):
+            differ = [name for name in found[0] if other.get(name) != found[0][name]]
+            if differ or len(other) != len(found[0]):
+                raise ValueError(
+                    f"The model of rank {rank} is not that of rank 0: {differ[:3]} "
+                    "differ. Load the same weights in all processes. After training "
+                    "with DistributedDataParallel the running statistics of batch "
+                    "normalisation differ: for b in model.buffers(): "
+                    "torch.distributed.broadcast(b, 0)."
+                )
+
+    # What was fitted
+
+    @property
+    def modes(self) -> Modes:
+        """Which ways of differentiating the fit has chosen, see `Modes`."""
+        return Modes() if self.fitted is None else self.fitted.linearizer.modes
+
+    @property
+    def linearizer(self) -> Linearizer:
+        """The derivatives of the model, in the precision of the fit."""
+        return self._checked_fit().linearizer
+
+    def _init_H(self) -> None:
+        self.H = torch.zeros(0, 0, device=self._device, dtype=torch.float64)
+
+    def _adopt(self, fit: Fit) -> None:
+        """Become the posterior of a fit: the only place where one is assigned."""
+        self._posterior_scale = None
+        self.fitted = fit
+
+    def _checked_fit(self) -> Fit:
+        if self.fitted is None:
+            raise NotFittedError(
+                f"This {type(self).__name__} is not fitted: call fit(train_loader) or "
+                "load_state_dict() first."
+            )
+        return self.fitted
+
+    def _check_H_init(self) -> None:
+        self._checked_fit()
+
+    @property
+    def basis(self) -> NystromBasis | None:
+        """The directions and their spectrum, after `fit`."""
+        return None if self.fitted is None else self.fitted.basis
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """'n_data' and validation 'loss' in the course of the last fit."""
+        return [] if self.fitted is None else list(self.fitted.history)
+
+    @property
+    def rank(self) -> int:
+        """K as it came out: n_eigenvalues, or the usable rank if that is lower."""
+        return self._checked_fit().basis.rank
+
+    @property
+    def effective_n_data(self) -> float:
+        """N/T: how many data the tempered likelihood weighs as much as."""
+        return self.n_data / float(self.temperature)
+
+    def truncate(self, rank: int) -> None:
+        """Keep the first `rank` directions: the posterior that a fit with
+        `n_eigenvalues=rank` gives, without fitting."""
+        positive_int("rank", rank)
+        if rank > self.rank:
+            raise ValueError(
+                f"rank={rank} exceeds the fitted rank {self.rank}; fit again with "
+                f"n_eigenvalues={rank}."
+            )
+        self._adopt(self._checked_fit().truncate(rank))
+
+    # Laplace's setters clear this attribute, which holds whatever was factorised.
+    _posterior_scale: Any
+
+    @property
+    def posterior(self) -> SubspacePosterior:
+        """The current posterior; kept until a hyperparameter changes."""
+        posterior = self._posterior_scale
+        if posterior is None:
+            fit = self._checked_fit()
+            posterior = self._posterior_of(fit)
+            posterior = posterior.with_(
+                H=posterior.H.detach(),
+                factor=posterior.factor.detach(),
+                prior=posterior.prior.detach(),
+            )
+            self._posterior_scale = posterior
+            _warn_about_rounding(fit, posterior)
+        return posterior
+
+    def _posterior_of(self, fit: Fit) -> SubspacePosterior:
+        """Return a posterior with the graph of the current hyperparameters."""
+        return fit.posterior(
+            self._observation,
+            self._prior_precision,
+            self._complement_for(fit),
+            self._evidence,
+        )
+
+    def _posterior_with(self, prior: torch.Tensor) -> SubspacePosterior:
+        """Return the posterior under another prior precision, with the complement that
+        it has then."""
+        complement = self._complement_for(self._checked_fit(), prior)
+        return self.posterior.with_(prior=prior, complement=complement)
+
+    # Densities
+
+    @property
+    def posterior_precision(self) -> torch.Tensor:
+        """Precision of z = Vᵀ(θ − θ̂), `(K, K)`, float64."""
+        return self._posterior_of(self._checked_fit()).precision
+
+    @property
+    def posterior_scale(self) -> torch.Tensor:
+        """S `(K, K)` with SSᵀ = the covariance, float64."""
+        return self.posterior.scale
+
+    @property
+    def posterior_covariance(self) -> torch.Tensor:
+        """Covariance of z = Vᵀ(θ − θ̂), `(K, K)`, float64."""
+        return self.posterior.covariance
+
+    @property
+    def log_likelihood(self) -> torch.Tensor:
+        """Log likelihood of the training data at θ̂, differentiable in the noise."""
+        sums = self._checked_fit().sums
+        value = self._observation.log_likelihood(sums.loss, sums.n_data, self.n_outputs)
+        return value.to(self._dtype)
+
+    @property
+    def log_det_prior_precision(self) -> torch.Tensor:
+        """log det VᵀDV; log det D where the complement is kept."""
+        posterior = self._posterior_of(self._checked_fit())
+        return posterior.log_det_prior.to(self._dtype)
+
+    @property
+    def log_det_posterior_precision(self) -> torch.Tensor:
+        """log det of the posterior precision, over the directions that the evidence
+        is of."""
+        posterior = self._posterior_of(self._checked_fit())
+        return (posterior.log_det_prior + posterior.log_det_ratio).to(self._dtype)
+
+    @property
+    def log_det_ratio(self) -> torch.Tensor:
+        """log det of the posterior precision less that of the prior precision."""
+        return self._posterior_of(self._checked_fit()).log_det_ratio.to(self._dtype)
+
+    @property
+    def scatter(self) -> torch.Tensor:
+        """(θ̂ − μ₀)ᵀD(θ̂ − μ₀), over all P parameters."""
+        delta = (self.mean - self.prior_mean).double()
+        return (delta.square() * self.prior_precision_diag).sum().to(self._dtype)
+
+    def square_norm(self, value: torch.Tensor) -> torch.Tensor:
+        """Return ΔᵀPΔ for Δ = value − θ̂ `(P,)` and the posterior precision P.
+
+        With the complement dropped only the part of Δ within the subspace counts.
+        """
+        posterior = self._posterior_of(self._checked_fit())
+        return posterior.square_norm(value - self.mean).to(self._dtype)
+
+    def log_prob(self, value: torch.Tensor, normalized: bool = True) -> torch.Tensor:
+        """Return the log density at `value`: of z = Vᵀ(value − θ̂), or of all weights
+        where the complement is kept."""
+        log_prob = -self.square_norm(value) / 2
+        if normalized:
+            constant = self.posterior.dimension * math.log(2 * math.pi)
+            log_det = self.posterior.log_det_precision.to(self._dtype)
+            log_prob = log_prob + (log_det - constant) / 2
+        return log_prob
+
+    def log_marginal_likelihood(
+        self,
+        prior_precision: torch.Tensor | None = None,
+        sigma_noise: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the evidence log p(D|θ̂) − ½ log det ratio − ½ scatter.
+
+        Differentiable in `prior_precision` and `sigma_noise`; passing one sets it.
+        """
+        self._checked_fit()
+        return super().log_marginal_likelihood(prior_precision, sigma_noise)
+
+    # Random numbers
+
+    def _own_stream(self) -> torch.Generator | None:
+        """Return the generator of samples without one: it goes on from call to call."""
+        if self._stream is None:
+            self._stream = self._fresh_generator()
+        return self._stream
+
+    def _fresh_generator(self) -> torch.Generator | None:
+        """Return a generator on the model's device, made from `seed`."""
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            return None  # fake tensors: there is no device to draw on
+        return torch.Generator(self._device).manual_seed(self.seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Generators do not move between devices; the posterior is made anew.
+        return {**self.__dict__, "_stream": None, "_posterior_scale": None}
+
+    # State
+
+    def _described(self) -> dict[str, Any]:
+        """Return what must be the same where a state is loaded."""
+        return {
+            "cls_name": type(self).__name__,
+            "likelihood": Likelihood(self.likelihood).value,
+            "output_layout": self._layout.value,
+            "multi_label": self.multi_label,
+        }
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        """Return the settings that may change after a fit, in tensors and plain
+        types."""
+        complement = self._complement
+        return {
+            "prior_mean": self._prior_mean,
+            "prior_precision": self._prior_precision.detach(),
+            "sigma_noise": self._sigma_noise.detach(),
+            "temperature": float(self._temperature),
+            "softmax_temperature": self._softmax_temperature,
+            "top_outputs": self._top_outputs,
+            "complement": getattr(complement, "value", complement),
+            "evidence": self._evidence.value,
+            "enable_backprop": self.enable_backprop,
+            "seed": self.seed,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain types: everything but the model, which is known by
+        its weights and by what it computes of a few training inputs."""
+        fit = self._checked_fit()
+        with undisturbed(self.model):
+            return state_of_posterior(
+                fit, self._fn, self._described(), self._hyperparameters()
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a fitted posterior of the same model, likelihood and class.
+
+        Everything is taken over, or nothing.
+        """
+        how = self._fn, self._layout, self.dict_key_x, self._compute
+        with undisturbed(self.model):
+            fit, settings = posterior_from_state(state_dict, self._described(), *how)
+        noises = settings["sigma_noise"].numel()
+        if self.stochastic and noises > 1:
+            raise ValueError(
+                f"The checkpoint has {noises} values of sigma_noise, this object "
+                f"stochastic={self.stochastic}, which needs one. Build it with "
+                "stochastic=False."
+            )
+        self._adopt(fit)
+        for name, value in settings.items():  # checked when they were saved
+            setattr(self, name, value)
+
+
+def _warn_about_rounding(fit: Fit, posterior: SubspacePosterior) -> None:
+    """Warn where an exact posterior lost more than a hundredth to rounding."""
+    if not (fit.spans_all and fit.sums.n_data and posterior.needs_residual):
+        return
+    error = fit.variance_error(posterior)
+    if error > LARGEST_ERROR:
+        precision = str(fit.dtype).removeprefix("torch.")
+        warn_caller(
+            "Variances at inputs like the training data have a relative error of about "
+            f"{error:.1g}: derivatives are in {precision}, and the smallest prior "
+            f"precision is {float(posterior.prior.min()):.1g}. Use a float64 model "
+            "(model.double()), a larger memory_budget if that is what kept derivatives "
+            "from float64, or a larger prior precision.",
+            NumericalWarning,
+        )

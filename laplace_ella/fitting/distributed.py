@@ -1,0 +1,188 @@
+"""Several processes that work on one posterior, by `torch.distributed`.
+
+Before every exchange each process tells the others what it is about to exchange, or why
+it failed, so that all of them stop with the cause named and none waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from laplace_ella.errors import OtherProcessError
+
+__all__ = ["Processes", "joined", "processes_of"]
+
+logger = logging.getLogger("laplace_ella")
+
+CPU = torch.device("cpu")
+
+#: Numbers that are sent at once.
+STAGED = 2**22
+
+#: Whether the caller is within joint work already.
+_joined: ContextVar[bool] = ContextVar("joined", default=False)
+
+
+def joined() -> bool:
+    """Return whether this is within joint work of several processes."""
+    return _joined.get()
+
+
+def processes_of(distributed: bool | None, device: torch.device) -> Processes | None:
+    """Return the processes of the default group, or None for a process that works
+    alone: there is no group, or `distributed` is False."""
+    if distributed is not None and not isinstance(distributed, bool):
+        raise TypeError(
+            f"distributed must be True, False or None, got {distributed!r}."
+        )
+    initialized = dist.is_available() and dist.is_initialized()
+    if distributed and not initialized:
+        raise RuntimeError(
+            "distributed=True needs a process group: start with torchrun and call "
+            "torch.distributed.init_process_group() first, or leave it out."
+        )
+    if distributed is False or not initialized or dist.get_world_size() == 1:
+        return None
+    # Where tensors must be for the backend: on the model's device if it can.
+    backend = dist.get_backend()
+    if ":" in backend:  # one for each kind of device
+        kinds = [pair.split(":")[0] for pair in backend.split(",")]
+        place = device if device.type in kinds else CPU
+    elif backend in ("gloo", "mpi"):
+        place = CPU
+    elif device.type == "cpu" and torch.cuda.is_available():
+        place = torch.device("cuda", torch.cuda.current_device())
+    else:
+        place = device
+    return Processes(dist.get_rank(), dist.get_world_size(), place)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Two or more processes that work together, seen from one of them.
+
+    All of them must make the same calls in the same order. Results are the same in all.
+
+    Attributes
+    ----------
+    rank : int
+    size : int
+    device : torch.device
+        where tensors are while they are exchanged
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Do one piece of joint work: where it fails in one process it fails in all.
+
+        That one raises what it met with, the others an `OtherProcessError`.
+        """
+        if joined():  # a part of another piece
+            yield
+            return
+        token = _joined.set(True)
+        try:
+            yield
+            self.meet(f"the end of {what}")
+        except OtherProcessError:
+            raise  # of which the others know
+        except BaseException as error:
+            try:
+                self._gather((what, f"{type(error).__name__}: {error}", None))
+            except Exception as unreachable:  # nobody is there to be told
+                logger.debug("the other processes could not be told: %s", unreachable)
+            raise
+        finally:
+            _joined.reset(token)
+
+    def _gather(self, message: tuple[str, str | None, Any]) -> list[Any]:
+        messages: list[Any] = [None] * self.size
+        dist.all_gather_object(messages, message)
+        return messages
+
+    def meet(self, what: str, value: Any = None) -> list[Any]:
+        """Return the plain `value` of every process, once all are at the same point."""
+        try:
+            messages = self._gather((what, None, value))
+        except Exception as error:
+            raise _failed(what, error) from error
+        for rank, (place, failure, _) in enumerate(messages):
+            if failure is not None:
+                raise OtherProcessError(f"Rank {rank} failed ({place}). {failure}")
+        if len({place for place, _, _ in messages}) > 1:
+            places = "; ".join(f"rank {i}: {m[0]}" for i, m in enumerate(messages))
+            raise OtherProcessError(
+                "The processes are at different points, and all must make the same "
+                f"calls with a loader, in the same order: {places}."
+            )
+        return [value for _, _, value in messages]
+
+    def first(self, what: str, value: Any) -> Any:
+        """Return the value that the first process has."""
+        return self.meet(what, value if self.rank == 0 else None)[0]
+
+    def sum(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the tensors of all processes."""
+        self.meet(what)
+        total = tensor.detach().to(self.device, copy=True).contiguous()
+        try:
+            dist.all_reduce(total)
+        except Exception as error:
+            raise _failed(what, error) from error
+        return total.to(tensor.device)
+
+    def rows(self, what: str, own: torch.Tensor | None) -> torch.Tensor:
+        """Return the rows `(n, ...)` of all processes, in the order of their ranks;
+        None stands for none, of a shape that is not known."""
+        kind = None if own is None else (tuple(own.shape), own.dtype)
+        kinds = self.meet(what, kind)
+        shape, dtype = next(kind for kind in kinds if kind is not None)
+        counts = [0 if kind is None else kind[0][0] for kind in kinds]
+        place = CPU if own is None else own.device
+        everyones = torch.empty(sum(counts), *shape[1:], dtype=dtype, device=place)
+        width = max(1, everyones[:1].numel())
+        start = 0
+        for source, count in enumerate(counts):
+            part = everyones[start : start + count]
+            if source == self.rank and own is not None:
+                part.copy_(own)
+            for some in part.split(max(1, STAGED // width)):
+                staged = some.to(self.device).contiguous()
+                try:
+                    dist.broadcast(staged, source)
+                except Exception as error:
+                    raise _failed(what, error) from error
+                some.copy_(staged)
+            start += count
+        return everyones
+
+    def check_same(self, described: Mapping[str, Any]) -> None:
+        """Refuse processes that differ in what is described, naming it."""
+        found = self.meet("settings", {k: str(v) for k, v in described.items()})
+        for name in described:
+            for rank, other in enumerate(found):
+                if other.get(name) != found[0].get(name):
+                    raise ValueError(
+                        f"{name} differs between the processes: rank 0 has "
+                        f"{found[0].get(name)}, rank {rank} has {other.get(name)}. All "
+                        "must have the same; with distributed=False each works alone."
+                    )
+
+
+def _failed(what: str, error: Exception) -> OtherProcessError:
+    return OtherProcessError(
+        f"The exchange with the other processes failed ({what}): "
+        f"{type(error).__name__}: {error}"
+    )

@@ -1,1 +1,0 @@
-"""laplace-torch's interface over a `Fit`, layer by layer: state, then predictions."""

@@ -1,0 +1,224 @@
+"""The directions outside the basis: what the data said about them, and what is left.
+
+A gradient has three parts: in the basis; outside it, but in directions about which the
+sampled gradients say more than the prior, with eigenvalues λ of fλ > δ; in all others.
+Dropping the latter two is far too narrow, the prior for both far too wide, as if the
+data had said nothing there. Matched precisions give each part the variance that exact
+linearised Laplace has on average:
+
+- α in the directions that the data know: α = Σλ / Σ λ/(fλ + δ) over their eigenvalues
+  beyond the basis leaves the effective number of parameters as it is;
+- outside this span the prior δ, if all rows were sampled. If not, the other rows touch
+  some of it: as much as gradients of the data usually have there gets the precision β
+  for which new inputs like the data have their variance df/(f(N − df)) on average, and
+  only what exceeds that the prior's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from laplace_ella.derivatives.complements import Span
+from laplace_ella.posterior.spectrum import Spectrum
+
+__all__ = ["UNKNOWN_SPAN", "Complement", "EvidenceScope", "Precisions", "Tail"]
+
+UNKNOWN_SPAN = (
+    "complement='matched' needs the spectrum and the span of the sampled gradients, "
+    "which this fit does not have. They are kept by a fit with complement='matched' of "
+    "regression with the GGN, one sigma_noise and a number of directions, if "
+    "memory_budget holds all sampled gradients. Fit again, or use 'prior'."
+)
+
+
+class Complement(str, Enum):
+    """What becomes of the directions of parameter space outside the basis.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import laplace_ella
+    >>> la = laplace_ella.ELLALaplace(
+    ...     torch.nn.Linear(2, 3), "classification", complement="prior"
+    ... )
+    >>> la.complement
+    <Complement.PRIOR: 'prior'>
+    >>> la.complement = 12.5  # one precision for all of them
+    """
+
+    DROP = "drop"
+    """They have no variance, as in the paper. Needs the features only."""
+
+    PRIOR = "prior"
+    """They keep the prior's: Σ = (D + VHVᵀ/(σ²T))⁻¹. Equals the exact linearised
+    Laplace once V spans the training gradients. Needs the part of J(x) outside the
+    basis as well: C backward passes per example."""
+
+    MATCHED = "matched"
+    """They have as much as exact linearised Laplace leaves them on average, by the
+    spectrum of the sampled gradients, and the prior's where the data say nothing. For
+    regression with one prior precision and one noise."""
+
+
+class EvidenceScope(str, Enum):
+    """Which directions the evidence is of.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import laplace_ella
+    >>> la = laplace_ella.ELLALaplace(torch.nn.Linear(2, 1), "regression")
+    >>> la.evidence
+    <EvidenceScope.WHOLE: 'whole'>
+    >>> la.evidence = "basis"
+    """
+
+    WHOLE = "whole"
+    """All that the data have curvature in, as far as the spectrum of the sampled
+    gradients tells: regression with one prior precision and one noise. Otherwise those
+    in the basis."""
+
+    BASIS = "basis"
+    """Those in the basis: the evidence of the paper's posterior."""
+
+
+@dataclass(frozen=True)
+class Precisions:
+    """Precisions of the parts of a gradient outside the basis, scalars.
+
+    Attributes
+    ----------
+    within : torch.Tensor
+        α, in the directions that the data know
+    usual : torch.Tensor
+        β, outside the span, up to `largest`
+    beyond : torch.Tensor
+        δ, of what exceeds it
+    single : torch.Tensor
+        one for all, where they cannot be told apart
+    largest : float
+        squared norm outside the span that gradients of the data hardly exceed
+    """
+
+    within: torch.Tensor
+    usual: torch.Tensor
+    beyond: torch.Tensor
+    single: torch.Tensor
+    largest: float = 0.0
+
+    @classmethod
+    def all(cls, precision: torch.Tensor) -> Precisions:
+        """Return the same for all parts."""
+        return cls(precision, precision, precision, precision)
+
+    def covariance(
+        self, residual: torch.Tensor, outside_span: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the covariance from products `(..., n, n)` of the gradients' parts
+        outside the basis, and of those outside the span, at its level."""
+        covariance = residual / self.within.to(residual)
+        if outside_span is None:
+            return covariance
+        norms = outside_span.diagonal(dim1=-2, dim2=-1)
+        tiny = torch.finfo(norms.dtype).tiny
+        usual = norms.clamp_max(self.largest) / self.usual.to(norms)
+        beyond = (norms - self.largest).clamp_min(0) / self.beyond.to(norms)
+        # Each gradient's part is scaled, so that the sum is positive semi-definite.
+        gain = (usual + beyond) / norms.clamp_min(tiny) - 1 / self.within.to(norms)
+        root = gain.clamp_min(0).sqrt()
+        return covariance + root.unsqueeze(-1) * outside_span * root.unsqueeze(-2)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What is known of the curvature outside the basis.
+
+    Attributes
+    ----------
+    spectrum : Spectrum
+    span : Span, optional
+        of the sampled gradients, with all its levels, where it was kept
+    """
+
+    spectrum: Spectrum
+    span: Span | None = None
+
+    def level(self, rank: int, factor: torch.Tensor, prior: torch.Tensor) -> int:
+        """Return the level of the span with the directions that the data know better
+        than the prior does, fλ > δ.
+
+        Where not all rows were sampled it contains the K = `rank` directions of the
+        basis, as what gradients usually have outside the span must not be in the basis.
+        """
+        span = self.span
+        if span is None or not len(self.spectrum.eigenvalues):
+            return 0
+        ratio = factor.double() * self.spectrum.scaled[0] / prior.double()
+        level = span.level(float(ratio.detach()))
+        if not span.usual:
+            return level
+        enough = (i for i, n in enumerate(span.ranks) if n >= rank)
+        return max(level, next(enough, len(span.ranks) - 1))
+
+    def log_det(
+        self, rank: int, factor: torch.Tensor, prior: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what it adds to log det(I + fJᵀJ/δ), a scalar."""
+        ridge = prior.double() / factor.double()
+        return self.spectrum.log_det_beyond(rank, ridge).reshape(())
+
+    def precisions(
+        self,
+        rank: int,
+        factor: torch.Tensor,
+        prior: torch.Tensor,
+        freedom_within: torch.Tensor,
+        trace_within: torch.Tensor,
+    ) -> Precisions:
+        """Return matched precisions.
+
+        Parameters
+        ----------
+        rank : int
+            K, directions in the basis
+        factor, prior : torch.Tensor
+            f = 1/(σ²T) and δ, scalars
+        freedom_within, trace_within : torch.Tensor
+            effective number of parameters in the basis, and trace of the curvature H
+        """
+        f, delta = factor.double().reshape(()), prior.double().reshape(())
+        spectrum, n = self.spectrum, self.spectrum.n_rows
+        span = None if self.span is None else self.span.at(self.level(rank, f, delta))
+        # Within the span, by the eigenvalues beyond the basis.
+        beyond = spectrum.scaled[rank : None if span is None else span.ranks[0]]
+        freedom_span = f * (beyond / (f * beyond + delta)).sum()
+        within = delta  # without any such direction
+        if len(beyond):
+            most = delta + f * beyond.sum()
+            within = _ratio(f * beyond.sum(), freedom_span, delta, most)
+        # New inputs like the data: their variance, less what is in basis and span.
+        freedom = spectrum.degrees_of_freedom(delta / f)
+        n = max(n, 1)  # without data nothing is known, and the prior holds
+        variance = freedom / (f * (n - freedom).clamp_min(1e-9 * n))
+        variance = variance - freedom_within / (f * n)
+        norm = (spectrum.trace - trace_within).clamp_min(0) / n
+        single = _ratio(norm, variance, delta, delta + f * spectrum.n_rows * norm)
+        if span is None or not span.usual:
+            return Precisions(within, delta, delta, single)
+        norm, largest = span.usual[0], span.largest[0]
+        most = delta + f * spectrum.n_rows * norm
+        unexplained = variance - freedom_span / (f * n)
+        usual = _ratio(norm, unexplained, delta, most)
+        # Directions that the sample knows are known no less than others.
+        return Precisions(torch.maximum(within, usual), usual, delta, single, largest)
+
+
+def _ratio(
+    a: torch.Tensor | float, b: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> torch.Tensor:
+    """Return a/b between two limits; the upper one where b is not positive."""
+    ratio = torch.where(b > 0, a / b.clamp_min(1e-300), high)
+    return torch.minimum(torch.maximum(ratio, low), high)
