@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
-import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-from tests.browser import browser  # noqa: F401, one browser for all tests
-
-#: The scripts that repeat the paper's experiments.
-PAPER = Path(__file__).resolve().parents[1] / "examples" / "paper"
 
 
 def pytest_configure(config):
@@ -54,13 +46,3 @@ def data_dir():
     if not Path(path).is_dir():
         pytest.skip(f"LAPLACE_ELLA_DATA={path} is not a folder")
     return Path(path)
-
-
-@pytest.fixture
-def paper(tmp_path, monkeypatch):
-    """The reproductions can be imported, and temporary folders are in `tmp_path`."""
-    monkeypatch.syspath_prepend(PAPER)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield importlib.import_module
-    for name in [n for n in sys.modules if n.split(".")[0] == "common"]:
-        del sys.modules[name]

@@ -6,7 +6,8 @@ import warnings
 
 import torch
 
-from laplace_ella import ELLALaplace, RankWarning
+from laplace_ella import ELLALaplace
+from laplace_ella.errors import RankWarning
 
 EVERY_PAIR = 10**6
 """A sample size that takes every pair (x, i) of any case exactly once."""

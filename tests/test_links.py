@@ -1,6 +1,4 @@
-"""Probit on centred logits, and the softmax temperature, against dense float64."""
-
-import copy
+"""Links from Gaussians over logits to probabilities, against dense float64."""
 
 import numpy as np
 import pytest
@@ -8,14 +6,14 @@ import torch
 from laplace.utils.enums import LinkApprox
 
 import laplace_ella
-from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureCache, Link
-from laplace_ella.posterior.predictive import (
+from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureCache
+from laplace_ella.posterior.observation import (
+    Family,
     FunctionValues,
-    centered_probit,
+    Link,
     class_probabilities,
-    probit,
+    draw,
 )
-from laplace_ella.tuning.validation import Validator
 from tests import dense
 from tests.cases import Case, make, mlp
 from tests.fitting import assert_close, fit
@@ -24,15 +22,15 @@ CLOSED = ("probit", "probit_centered", "bridge", "bridge_norm")
 TAU = 2.3
 
 
-def values(C=4, K=3, residual=False, shift=0.0, seed=0):
+def values(C=4, K=3, residual=False, shift=0.0):
     """Gaussians over C logits at five inputs, with a common shift of variance shift²"""
-    g = torch.Generator().manual_seed(seed)
-    draw = {"generator": g, "dtype": torch.float64}
-    factor = torch.randn(5, C, K, **draw)
+    g = torch.Generator().manual_seed(0)
+    drawn = {"generator": g, "dtype": torch.float64}
+    factor = torch.randn(5, C, K, **drawn)
     factor = torch.cat([factor, torch.full((5, C, 1), shift).double()], -1)
-    root = torch.randn(5, C, C, **draw)
+    root = torch.randn(5, C, C, **drawn)
     rest = root @ root.mT if residual else None
-    return FunctionValues(2 * torch.randn(5, C, **draw), factor, rest)
+    return FunctionValues(2 * torch.randn(5, C, **drawn), factor, rest)
 
 
 def fitted(name="classification_mlp", cls=ELLALaplace, **kwargs):
@@ -42,36 +40,68 @@ def fitted(name="classification_mlp", cls=ELLALaplace, **kwargs):
     return case, la, reference
 
 
-# --- probit on centred logits --------------------------------------------------------
+# From tensors
 
 
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("C", [1, 2, 7])
-def test_centred_probit_is_probit_of_the_centred_gaussian(C, residual):
+@pytest.mark.parametrize("link", CLOSED)
+def test_closed_forms_are_those_of_the_covariance(link, C, residual):
+    if C == 1 and link.startswith("bridge"):
+        pytest.skip("a Dirichlet has two classes at least")
     f = values(C, residual=residual)
-    assert_close(
-        class_probabilities(f, "probit_centered"),
-        dense.centered_probit(f.mean, f.covariance()),
-    )
+    expected = dense.LINKS[link](f.mean, f.covariance())
+    assert_close(class_probabilities(f, link), expected)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_independent_outputs(residual):
+    """`diagonal_output`: the logits by their marginal variances."""
+    f = values(residual=residual)
+    diagonal = torch.diag_embed(f.variance())
+    found = class_probabilities(f, "probit_centered", diagonal_output=True)
+    assert_close(found, dense.centered_probit(f.mean, diagonal))
+    found = class_probabilities(f, "mc", 100_000, diagonal_output=True)
+    assert_close(found, dense.LINKS["mc"](f.mean, diagonal), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("K", [2, 9])
+@pytest.mark.parametrize("residual", [False, True])
+def test_samples(residual, K, monkeypatch):
+    """In one chunk or several; their moments are those of the Gaussian."""
+    f = values(K=K, residual=residual)
+    samples = draw(f, 100_000, torch.Generator().manual_seed(1))
+    scale = float(f.variance().max())
+    assert_close(samples.mean(0), f.mean, rtol=0, atol=0.02 * scale**0.5)
+    for i in range(5):
+        error = samples[:, i].T.cov() - f.covariance()[i]
+        assert error.abs().max() < 0.03 * scale
+    expected = dense.LINKS["mc"](f.mean, f.covariance())
+    for budget in (2**24, 10**5):
+        monkeypatch.setattr("laplace_ella.posterior.observation.SAMPLE_BUDGET", budget)
+        found = class_probabilities(f, "mc", 100_000)
+        assert_close(found, expected, rtol=0, atol=1e-2)
+    f = values(K=K, residual=residual)
+    labels = class_probabilities(f, "mc", 100_000, family=Family.BERNOULLI)
+    assert_close(labels, samples.sigmoid().mean(0), rtol=0, atol=1e-2)
 
 
 def test_a_common_shift_of_the_logits_changes_nothing():
     """In float32 too, where the shift has all but a millionth of the variance."""
     f, shifted = values(), values(shift=1e3)
-    assert_close(centered_probit(shifted), centered_probit(f))
+    expected = class_probabilities(f, "probit_centered")
+    assert_close(class_probabilities(shifted, "probit_centered"), expected)
     single = FunctionValues(shifted.mean.float(), shifted.factor.float())
-    expected = centered_probit(f).float()
-    assert_close(centered_probit(single), expected, rtol=1e-4, atol=1e-5)
-    assert (probit(shifted) - probit(f)).abs().max() > 0.1
+    found = class_probabilities(single, "probit_centered")
+    assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)
+    probit = [class_probabilities(g, "probit") for g in (f, shifted)]
+    assert (probit[0] - probit[1]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("C", [2, 4, 10])
 def test_it_is_closer_to_the_integral_where_logits_vary_together(C):
-    """Against very many samples."""
     f = values(C, shift=10.0)
-    exact = class_probabilities(
-        f, "mc", 100_000, generator=torch.Generator().manual_seed(0)
-    )
+    exact = class_probabilities(f, "mc", 100_000)
 
     def distance(link):
         return (class_probabilities(f, link) - exact).abs().sum(-1).mean().item()
@@ -88,125 +118,71 @@ def test_two_classes_are_a_sigmoid_of_the_difference():
     z = torch.as_tensor(nodes) * var.sqrt().unsqueeze(-1) + mean.unsqueeze(-1)
     exact = z.sigmoid() @ torch.as_tensor(weights / weights.sum())
     mackay = (mean / (1 + torch.pi / 8 * var).sqrt()).sigmoid()
-    assert_close(centered_probit(f)[:, 0], mackay)
+    assert_close(class_probabilities(f, "probit_centered")[:, 0], mackay)
     assert (mackay - exact).abs().max() < 0.02
-    assert (probit(f)[:, 0] - exact).abs().max() > 0.02
+    assert (class_probabilities(f, "probit")[:, 0] - exact).abs().max() > 0.02
 
 
-def test_independent_outputs():
-    f = values(residual=True)
-    expected = dense.centered_probit(f.mean, torch.diag_embed(f.variance()))
-    assert_close(centered_probit(f, diagonal_output=True), expected)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_some_outputs_of_many(residual, create_graph):
+    """Factor and residual of c outputs of each row: the others vary not at all."""
+    f = values(2, residual=residual)
+    outputs = torch.tensor([[3, 1], [0, 4], [2, 1], [4, 0], [1, 2]])
+    mean = torch.randn(5, 6).double()
+    factor = f.factor.clone().requires_grad_(create_graph)
+    wide = FunctionValues.of_outputs(mean, factor, f.residual, outputs).covariance()
+    expected = torch.zeros(5, 6, 6).double()
+    for i, (a, b) in enumerate(outputs.tolist()):
+        for j, row in enumerate((a, b)):
+            expected[i, row, a], expected[i, row, b] = f.covariance()[i, j]
+    assert_close(wide.detach(), expected)
+
+
+@pytest.mark.parametrize("link", list(Link))
+def test_float32_and_extreme_logits_are_finite(link):
+    f = values()
+    f = FunctionValues(40 * f.mean.float(), 30 * f.factor.float())
+    p = class_probabilities(f, link, 50)
+    assert torch.isfinite(p).all()
+    assert_close(p.sum(-1), torch.ones(5), rtol=1e-5)
+
+
+def test_unknown_links():
+    with pytest.raises(ValueError, match=r"link_approx must be one of .*'probit'"):
+        class_probabilities(values(), "sigmoid")
+
+
+# Of fits
 
 
 @pytest.mark.parametrize("complement", ["drop", "prior"])
-@pytest.mark.parametrize("n_eigenvalues", [6, "exact"])
-def test_predictions_and_caches(n_eigenvalues, complement):
-    if n_eigenvalues == "exact" and complement == "drop":
-        pytest.skip("exact keeps the complement")
-    case, la, reference = fitted(n_eigenvalues=n_eigenvalues, complement=complement)
-    f_mu, f_var = reference.predict(case.x_test, 1.0, complement)
-    expected = dense.centered_probit(f_mu, f_var)
-    for link in ("probit_centered", Link.PROBIT_CENTERED):
-        assert_close(la(case.x_test, link_approx=link), expected)
+@pytest.mark.parametrize("name", ["classification_mlp", "classification_cnn", "frozen"])
+def test_predictions_and_caches(name, complement):
+    """Every link, also by laplace-torch's own names, of inputs and of a cache."""
+    options = {"complement": complement, "prior_precision": 0.7}
+    case, la, reference = fitted(name, softmax_temperature=TAU, **options)
+    f_mu, f_var = reference.predict(case.x_test, 0.7, complement)
     loader = Case(case.model, "", case.x_test, case.y[:7], None).loader()
     cache = FeatureCache.from_loader(la, loader)
-    found = la.predict_from_cache(cache, link_approx="probit_centered")
-    assert_close(found, expected)
-
-
-@pytest.mark.parametrize("link", list(LinkApprox))
-def test_links_of_laplace_are_those_of_the_package(link):
-    case, la, _ = fitted()
-    assert_close(
-        la(case.x_test, link_approx=link), la(case.x_test, link_approx=link.value)
-    )
-
-
-def test_searches_take_the_link():
-    """The loss they minimise is that of predictions with it."""
-    case, la, _ = fitted()
-    loader = case.loader()
-    for search in (
-        lambda: la.optimize_temperature(loader, link_approx="probit_centered"),
-        lambda: la.optimize_prior_precision(
-            method="gridsearch",
-            val_loader=loader,
-            grid_size=5,
-            link_approx="probit_centered",
-        ),
-        lambda: la.fit(
-            loader,
-            val_loader=loader,
-            early_stopping=laplace_ella.EarlyStopping(link_approx="probit_centered"),
-        ),
-    ):
-        search()
-
-
-def multi_label():
-    case = make("classification_mlp")
-    case.y = torch.nn.functional.one_hot(case.y, 3)
-    return case, fit(case, multi_label=True)
-
-
-@pytest.mark.parametrize("link", ["probit_centered", "bridge"])
-def test_labels_have_no_common_shift(link):
-    case, la = multi_label()
-    with pytest.raises(ValueError, match=rf"'{link}' .* use link_approx='probit'"):
-        la(case.x_test, link_approx=link)
-
-
-def test_compare_takes_the_link_for_methods_that_have_it_not():
-    case = make("classification_mlp")
-    report = laplace_ella.compare(
-        case.model,
-        "classification",
-        case.loader(),
-        case.loader(),
-        methods=["map", "ella", "diag"],
-        links=["probit_centered", "probit"],
-        progress_bar=False,
-    )
-    status = {(r.method, r.link): r.status for r in report.results}
-    assert status["ella", "probit_centered"] == "ok"
-    assert status["diag", "probit"] == "ok"
-    assert status["diag", "probit_centered"] == "ok"
-    nll = {r.link: r.metrics["nll"] for r in report["diag"]}
-    assert nll["probit_centered"] != nll["probit"]
-
-
-# --- the softmax temperature ---------------------------------------------------------
+    for link in (*LinkApprox, *Link):
+        expected = dense.LINKS[link.value](f_mu / TAU, f_var / TAU**2)
+        sampled = link.value == "mc"
+        close = {"rtol": 0, "atol": 1e-2 if sampled else 1e-8}
+        options = {"link_approx": link, "n_samples": 30_000}
+        assert_close(la(case.x_test, **options), expected, **close)
+        assert_close(la(case.x_test, "gp", **options), expected, **close)
+        assert_close(la.predict_from_cache(cache, **options), expected, **close)
 
 
 @pytest.mark.parametrize("complement", ["drop", "prior"])
-@pytest.mark.parametrize("link", CLOSED)
-@pytest.mark.parametrize("name", ["classification_mlp", "classification_cnn"])
-def test_probabilities_are_those_of_the_divided_function(name, link, complement):
-    case, la, reference = fitted(
-        name, complement=complement, softmax_temperature=TAU, prior_precision=0.7
-    )
-    f_mu, f_var = reference.predict(case.x_test, 0.7, complement)
-    expected = dense.LINKS[link](f_mu / TAU, f_var / TAU**2)
-    assert_close(la(case.x_test, link_approx=link), expected)
-
-
-@pytest.mark.parametrize("complement", ["drop", "prior"])
-@pytest.mark.parametrize("diagonal_output", [False, True])
-def test_sampled_link(complement, diagonal_output):
-    case, la, reference = fitted(complement=complement)
-    la.softmax_temperature = TAU
+def test_sampled_link_of_independent_outputs(complement):
+    case, la, reference = fitted(complement=complement, softmax_temperature=TAU)
     f_mu, f_var = reference.predict(case.x_test, 1.0, complement)
-    if diagonal_output:
-        f_var = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
-    expected = dense.sampled_probs(f_mu / TAU, f_var / TAU**2, 100_000)
-    found = la(
-        case.x_test,
-        link_approx="mc",
-        n_samples=100_000,
-        diagonal_output=diagonal_output,
-    )
-    assert_close(found, expected, rtol=0, atol=6e-3)
+    diagonal = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
+    expected = dense.LINKS["mc"](f_mu / TAU, diagonal / TAU**2)
+    options = {"link_approx": "mc", "n_samples": 100_000, "diagonal_output": True}
+    assert_close(la(case.x_test, **options), expected, rtol=0, atol=1e-2)
 
 
 def outputs(la, x, loader):
@@ -227,49 +203,39 @@ def outputs(la, x, loader):
 
 
 @pytest.mark.parametrize("cls", [ELLALaplace, ELLALLLaplace])
-def test_one_changes_nothing_and_another_does_everywhere(cls):
+def test_softmax_temperature(cls):
+    """One changes nothing and another does everywhere but in functions, evidence and
+    curvature."""
     case, la, _ = fitted(cls=cls)
-    before = list(outputs(la, case.x_test, case.loader()))
+    x, loader = case.x_test, case.loader()
+    before = list(outputs(la, x, loader))
+    same = la.H, la.posterior_precision, la.log_marginal_likelihood()
+    g = torch.Generator()
+    f = la.functional_samples(x, n_samples=4, generator=g.manual_seed(0))
+    weights = la.functional_samples(x, "nn", 16, generator=g.manual_seed(0))
     la.softmax_temperature = 1
-    for a, b in zip(before, outputs(la, case.x_test, case.loader()), strict=True):
+    for a, b in zip(before, outputs(la, x, loader), strict=True):
         assert torch.equal(a, b)
-    la.softmax_temperature = 3
-    for a, b in zip(before, outputs(la, case.x_test, case.loader()), strict=True):
+    la.softmax_temperature = TAU
+    for a, b in zip(before, outputs(la, x, loader), strict=True):
         assert not torch.allclose(a, b)
-
-
-@pytest.mark.parametrize("cls", [ELLALaplace, ELLALLLaplace])
-def test_functions_evidence_and_fits_do_not_know_it(cls):
-    case, la, _ = fitted(cls=cls)
-    _, scaled, _ = fitted(cls=cls, softmax_temperature=TAU)
-    assert torch.equal(la.H, scaled.H)
-    assert torch.equal(la.posterior_precision, scaled.posterior_precision)
-    assert torch.equal(la.log_marginal_likelihood(), scaled.log_marginal_likelihood())
-    draws = [
-        a.functional_samples(
-            case.x_test, n_samples=4, generator=torch.Generator().manual_seed(0)
-        )
-        for a in (la, scaled)
-    ]
-    assert torch.equal(*draws)
-    probs = scaled.predictive_samples(
-        case.x_test, n_samples=4, generator=torch.Generator().manual_seed(0)
-    )
-    assert_close(probs, (draws[0] / TAU).softmax(-1))
-
-
-@pytest.mark.parametrize("cls", [ELLALaplace, ELLALLLaplace])
-def test_sampled_weights(cls):
-    case, la, _ = fitted(cls=cls, softmax_temperature=TAU)
-    x = case.x_test
-    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
-    f = la.functional_samples(x, "nn", 16, generator=generators[0])
-    found = la(x, "nn", link_approx="mc", n_samples=16, generator=generators[1])
-    assert_close(found, (f / TAU).softmax(-1).mean(0))
+    now = la.H, la.posterior_precision, la.log_marginal_likelihood()
+    assert all(torch.equal(a, b) for a, b in zip(same, now, strict=True))
+    again = la.functional_samples(x, n_samples=4, generator=g.manual_seed(0))
+    assert torch.equal(again, f)
+    probs = la.predictive_samples(x, n_samples=4, generator=g.manual_seed(0))
+    assert_close(probs, (f / TAU).softmax(-1))
+    options = {"n_samples": 16, "generator": g.manual_seed(0)}
+    found = la(x, "nn", link_approx="mc", **options)
+    assert_close(found, (weights / TAU).softmax(-1).mean(0))
+    state = la.state_dict()
+    other = cls(case.model, "classification")
+    other.load_state_dict(state)
+    assert other.softmax_temperature == TAU
 
 
 @pytest.mark.parametrize("layout", ["channels_first", "channels_last"])
-def test_layouts(layout):
+def test_positions(layout):
     """Probabilities at every position, from the variances there."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(6, 2, 3, 3, generator=g).double()
@@ -294,17 +260,15 @@ def test_layouts(layout):
     found = la(case.x_test, link_approx="probit_centered").movedim(dim, -1)
     assert_close(found.flatten(0, -2), expected)
     samples = la.predictive_samples(case.x_test, n_samples=3)
-    assert_close(
-        samples.sum(dim + 1 if dim > 0 else dim), torch.ones(3, 3, 2, 2).double()
-    )
-    uncertainty = laplace_ella.decompose(la, case.x_test, 64)
-    mc = la(case.x_test, link_approx="mc", n_samples=64)
-    assert_close(uncertainty.mean, mc)
+    summed = samples.sum(dim + 1 if dim > 0 else dim)
+    assert_close(summed, torch.ones(3, 3, 2, 2).double())
 
 
 def test_labels():
-    case, la = multi_label()
-    la.softmax_temperature = TAU
+    """Sigmoids of each label; a common shift matters to them."""
+    case = make("classification_mlp")
+    case.y = torch.nn.functional.one_hot(case.y, 3)
+    la = fit(case, multi_label=True, softmax_temperature=TAU)
     f, Js = dense.jacobians(case.model, case.x)
     p, V = f.sigmoid(), la.basis.vectors
     H = dense.curvature(Js, torch.diag_embed(p * (1 - p)), V)
@@ -313,50 +277,13 @@ def test_labels():
     marginal = dense.marginal(Js, Sigma).diagonal(dim1=1, dim2=2) / TAU**2
     expected = (mean / TAU / (1 + torch.pi / 8 * marginal).sqrt()).sigmoid()
     assert_close(la(case.x_test), expected)
-
-
-def test_searches_see_it():
-    case, la, _ = fitted()
-    cache = FeatureCache.from_loader(la, case.loader())
-    la.softmax_temperature = TAU
-    fitter = la.fitter
-    validator = Validator(
-        cache, None, fitter.observation, Link.PROBIT, 1, fitter.fresh_generator
-    )
-    probs = la.predict_from_cache(cache)
-    expected = torch.nn.functional.nll_loss(probs.log(), case.y).item()
-    for posterior, score in (
-        (la.posterior, validator),
-        validator.for_scalars(la.posterior),
-    ):
-        assert score(posterior) == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize("cls", [ELLALaplace, ELLALLLaplace])
-def test_checkpoints(cls):
-    case, la, _ = fitted(cls=cls, softmax_temperature=TAU)
-    state = la.state_dict()
-    other = cls(case.model, "classification")
-    other.load_state_dict(state)
-    assert other.softmax_temperature == TAU
-    assert_close(other(case.x_test), la(case.x_test))
-    del state["softmax_temperature"]  # as it was before there was one
-    other.load_state_dict(state)
-    assert other.softmax_temperature == 1
-
-
-def test_old_pickles():
-    _, la, _ = fitted()
-    state = la.__getstate__()
-    del state["_softmax_temperature"]
-    old = copy.copy(la)
-    old.__dict__.clear()
-    old.__dict__.update(state)
-    assert old.softmax_temperature == 1
+    for link in ("probit_centered", "bridge"):
+        with pytest.raises(ValueError, match=rf"'{link}' .* use link_approx='probit'"):
+            la(case.x_test, link_approx=link)
 
 
 @pytest.mark.parametrize("value", [2, np.float32(2), torch.tensor([2.0]), np.array(2)])
-def test_any_number_is_taken(value):
+def test_any_number_is_a_temperature(value):
     la = ELLALaplace(mlp(2, 3), "classification", softmax_temperature=value)
     assert la.softmax_temperature == 2
     assert isinstance(la.softmax_temperature, float)
@@ -368,7 +295,6 @@ def test_any_number_is_taken(value):
         (0, ValueError, "must be positive and finite, got 0"),
         (-1.0, ValueError, "must be positive"),
         (float("nan"), ValueError, "must be positive"),
-        (float("inf"), ValueError, "must be positive"),
         ("2", TypeError, "one number, got '2'"),
         (True, TypeError, "one number, got True"),
         (torch.ones(2), TypeError, "one number"),
@@ -379,9 +305,5 @@ def test_other_things_are_refused(value, error, match):
     with pytest.raises(error, match=match):
         la.softmax_temperature = value
     assert la.softmax_temperature == 1
-
-
-def test_regression_has_none():
-    la = ELLALaplace(mlp(2, 3), "regression", softmax_temperature=1)
     with pytest.raises(ValueError, match=r"is for classification.*sigma_noise"):
-        la.softmax_temperature = 2.0
+        ELLALaplace(mlp(2, 3), "regression").softmax_temperature = 2.0

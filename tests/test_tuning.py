@@ -1,0 +1,681 @@
+"""Prior, temperature and rank: by the evidence, and by the loss on validation data."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torchmetrics
+from laplace import FullLaplace
+from laplace.utils.enums import PredType, PriorStructure, TuningMethod
+from laplace.utils.metrics import RunningNLLMetric
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureCache
+from laplace_ella.errors import BorderWarning
+from laplace_ella.posterior.observation import Link
+from laplace_ella.tuning.search import VALLEY
+from laplace_ella.tuning.validation import Validator
+from tests import dense
+from tests.cases import CASES, PRIORS, Case, make, mlp, priors
+from tests.fitting import assert_close, fit
+
+REGRESSION, CLASSIFICATION = "regression_3", "classification_mlp"
+both = pytest.mark.parametrize("name", [REGRESSION, CLASSIFICATION])
+GRID = torch.logspace(-2, 2, 9)
+"""Prior precisions of a search."""
+LOG_T = torch.linspace(-2, 2.5, 91, dtype=torch.float64)
+"""log10 of the temperatures of the brute-force curves, 0.05 apart."""
+
+pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.errors.BorderWarning")
+
+
+def reference(case, la):
+    return dense.Reference(case, la.basis.vectors, la.sigma_noise, la.temperature)
+
+
+def overconfident(likelihood):
+    """A network that is too sure of itself, with N·C well above P; validation data."""
+    g = torch.Generator().manual_seed(5)
+    model = mlp(2, 4, 3).double().eval()
+    for p in model.parameters():
+        p.data = 2.5 * torch.randn(p.shape, generator=g).double()
+    x = torch.randn(140, 2, generator=g).double()
+    f = model(x).detach()
+    if likelihood == "regression":
+        y, kwargs = f + 0.5 * torch.randn(f.shape, generator=g).double(), {}
+        kwargs = {"sigma_noise": 0.3}
+    else:
+        y = torch.multinomial((f / 1.5).softmax(-1), 1, generator=g).squeeze(1)
+        kwargs = {}
+    case = Case(model, likelihood, x[:60], y[:60], x[60:], kwargs)
+    return case, DataLoader(TensorDataset(x[60:], y[60:]), 30)
+
+
+def validation(case, batch_size=3):
+    """Other inputs, with targets that the model does not expect."""
+    g = torch.Generator().manual_seed(8)
+    x = 1.5 * torch.randn(9, *case.x.shape[1:], generator=g).double()
+    f = case.model(x).detach()
+    if case.likelihood == "regression":
+        y = f + 0.42 * torch.randn(f.shape, generator=g).double()
+    else:
+        y = torch.randint(f.shape[1], (9,), generator=g)
+        y[:6] = f.argmax(1)[:6]
+    return DataLoader(TensorDataset(x, y), batch_size)
+
+
+def nll(prediction, y, sigma=None):
+    """Mean negative log likelihood, with distributions of torch."""
+    if not isinstance(prediction, tuple):
+        likely = prediction.clamp_min(torch.finfo(torch.float32).tiny)
+        return torch.nn.functional.nll_loss(likely.log(), y).item()
+    mean, var = prediction
+    scale = (var.diagonal(dim1=1, dim2=2) + sigma**2).sqrt()
+    return -torch.distributions.Normal(mean, scale).log_prob(y).sum(-1).mean().item()
+
+
+class Curve:
+    """The validation loss as a function of temperature and prior, by dense algebra."""
+
+    def __init__(self, case, la, loader, link=dense.probit):
+        self.case, self.link, self.sigma = case, link, la.sigma_noise
+        self.prior, self.complement = la.prior_precision.clone(), la.complement.value
+        x, self.y = loader.dataset.tensors
+        self.f, self.Js = dense.jacobians(case.model, x, case.params)
+        self.reference = dense.Reference(case, la.basis.vectors, la.sigma_noise)
+
+    def __call__(self, temperature=1.0, prior=None):
+        prior = self.prior if prior is None else prior
+        scaled = copy.copy(self.reference)
+        scaled.factor = self.reference.factor / temperature
+        var = dense.marginal(self.Js, scaled.covariance(prior, self.complement))
+        if self.case.likelihood == "classification":
+            return nll(self.link(self.f, var), self.y)
+        return nll((self.f, var), self.y, self.sigma)
+
+    def lowest(self):
+        return min(self(10**t) for t in LOG_T)
+
+
+# --- the prior by the evidence -------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("structure", PRIORS)
+@pytest.mark.parametrize("complement", ["drop", "prior"])
+def test_marglik_follows_the_dense_evidence(name, structure, complement):
+    """Tuning takes the steps that Adam takes on the dense evidence."""
+    case = make(name)
+    la = fit(case, complement=complement)
+    expected = reference(case, la)
+
+    def evidence(prior):
+        if complement == "drop" or structure == "scalar":
+            return expected.evidence(prior)
+        D = expected.prior(prior)
+        V, H = expected.V, expected.factor * expected.H
+        ratio = (torch.diag(D) + V @ H @ V.T).logdet() - D.log().sum()
+        return expected.log_likelihood - 0.5 * (
+            ratio + (expected.delta * D) @ expected.delta
+        )
+
+    log_prior = torch.zeros_like(priors(case)[structure]).requires_grad_()
+    optimizer = torch.optim.Adam([log_prior], lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (-evidence(log_prior.exp())).backward()
+        optimizer.step()
+    la.optimize_prior_precision(
+        method="marglik", prior_structure=structure, n_steps=20, lr=0.1
+    )
+    assert la.prior_precision.shape == log_prior.shape
+    assert not la.prior_precision.requires_grad
+    assert_close(la.prior_precision, log_prior.exp().detach(), rtol=1e-6)
+
+
+@both
+def test_marglik_raises_the_evidence(name):
+    """The tuned evidence beats the start; diag ≥ layerwise ≥ scalar."""
+    case = make(name)
+    la = fit(case)
+    values = [la.log_marginal_likelihood().item()]
+    for structure in PRIORS:
+        la.optimize_prior_precision(
+            method="marglik", prior_structure=structure, n_steps=150
+        )
+        values.append(la.log_marginal_likelihood().item())
+        prior = priors(case)[structure].requires_grad_()
+        assert torch.autograd.gradcheck(la.log_marginal_likelihood, (prior,))
+    assert values == sorted(values)
+
+
+def test_marglik_starts_from_what_is_given():
+    """A tensor as start decides the structure; the current prior plays no part."""
+    case = make(REGRESSION)
+    la = fit(case)
+    layerwise = priors(case)["layerwise"]
+    found = []
+    for la.prior_precision in (1.0, 20.0):
+        la.optimize_prior_precision(
+            PredType.GLM,
+            TuningMethod.MARGLIK,
+            n_steps=3,
+            init_prior_prec=layerwise,
+            prior_structure=PriorStructure.SCALAR,
+        )
+        found.append(la.prior_precision)
+    assert found[0].shape == (len(case.params),)
+    assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@both
+@pytest.mark.parametrize("method", ["marglik", "gridsearch"])
+def test_a_failure_changes_nothing(name, method):
+    case = make(name)
+    la = fit(case, prior_precision=priors(case)["layerwise"])
+    expected = la(case.x_test)
+
+    def broken(*args):
+        raise RuntimeError("broken loss")
+
+    with pytest.raises((RuntimeError, ValueError), match=r"broken|init_prior_prec"):
+        la.optimize_prior_precision(
+            method=method,
+            val_loader=validation(case),
+            loss=broken,
+            init_prior_prec=-1.0,
+        )
+    assert_close(la.prior_precision, priors(case)["layerwise"])
+    torch.testing.assert_close(la(case.x_test), expected)
+
+
+# --- the prior by grid search --------------------------------------------------------
+
+
+def gridsearch(la, case, **kwargs):
+    options = {
+        "method": "gridsearch",
+        "val_loader": validation(case),
+        "log_prior_prec_min": -2,
+        "log_prior_prec_max": 2,
+        "grid_size": 9,
+    }
+    la.optimize_prior_precision(**(options | kwargs))
+    return la.prior_precision
+
+
+@pytest.mark.parametrize("pred_type", ["glm", "gp"])
+@pytest.mark.parametrize("link", ["probit", "probit_centered", "bridge", "bridge_norm"])
+def test_gridsearch_classification(link, pred_type):
+    """The chosen prior minimises the validation NLL of that very link."""
+    case = make(CLASSIFICATION)
+    la = fit(case)
+    curve = Curve(case, la, validation(case), dense.LINKS[link])
+    best = min(GRID, key=lambda prior: curve(prior=prior))
+    chosen = gridsearch(la, case, link_approx=link, pred_type=pred_type)
+    assert chosen.shape == (1,)
+    assert chosen.item() == pytest.approx(best.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("cls", [ELLALaplace, ELLALLLaplace])
+@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+@both
+def test_gridsearch_by_sampling(name, pred_type, cls):
+    """Sampled predictions can be searched too, reproducibly."""
+    case = make(name)
+    la = fit(case, cls)
+    options = {"pred_type": pred_type, "link_approx": "mc", "n_samples": 20}
+    first = gridsearch(la, case, **options).clone()
+    torch.manual_seed(5)
+    assert_close(gridsearch(la, case, **options), first, rtol=0, atol=0)
+    assert torch.isclose(GRID.double(), first.double()).any()
+
+
+def test_a_callable_loss_gets_all_data_at_once():
+    """Regression: means, covariances and targets; classification: probabilities."""
+    shapes = []
+
+    def loss(*args):
+        shapes.append(tuple(tuple(a.shape) for a in args))
+        return nll(args[:-1] if len(args) > 2 else args[0], args[-1], 0.4)
+
+    for name in (REGRESSION, CLASSIFICATION):
+        case = make(name)
+        la = fit(case)
+        curve = Curve(case, la, validation(case))
+        best = min(GRID, key=lambda prior, curve=curve: curve(prior=prior))
+        for kwargs in ({"loss": loss}, {}):
+            chosen = gridsearch(la, case, **kwargs)
+            assert chosen.item() == pytest.approx(best.item(), rel=1e-5)
+    assert set(shapes) == {((9, 3), (9, 3, 3), (9, 3)), ((9, 3), (9,))}
+
+
+METRICS = {
+    "nll": lambda: RunningNLLMetric(),
+    "accuracy": lambda: torchmetrics.Accuracy("multiclass", num_classes=3),
+    "ece": lambda: torchmetrics.CalibrationError("multiclass", num_classes=3),
+}
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_metric_is_minimised_and_left_as_it_was(metric):
+    case = make(CLASSIFICATION)
+    la = fit(case)
+    x, y = validation(case).dataset.tensors
+    user = METRICS[metric]()
+    user.update(torch.full((2, 3), 1 / 3), torch.tensor([0, 1]))
+    before = copy.deepcopy(user.metric_state)
+    chosen = gridsearch(la, case, loss=user)
+    torch.testing.assert_close(user.metric_state, before)
+    assert user._update_count == 1
+    scores = []
+    for prior in GRID:
+        fresh = METRICS[metric]()
+        fresh.update(dense.probit(*reference(case, la).predict(x, prior)), y)
+        scores.append(fresh.compute())
+    at_chosen = (GRID.double() - chosen.double()).abs().argmin()
+    assert scores[at_chosen] == pytest.approx(min(scores).item(), abs=1e-6)
+    # one that takes only predictions and targets serves regression
+    case = make(REGRESSION)
+    squares = torchmetrics.MeanSquaredError(num_outputs=3)
+    assert gridsearch(fit(case), case, loss=squares).shape == (1,)
+
+
+@pytest.mark.parametrize("link", ["probit", "mc", "bridge"])
+def test_features_are_computed_once(link):
+    """The model is called as often for 40 candidates as for 2, in any batches."""
+    case = make(CLASSIFICATION)
+    la = fit(case)
+    counts, forward = [], case.model.forward
+
+    def counted(*args, **kwargs):
+        counts[-1] += 1
+        return forward(*args, **kwargs)
+
+    case.model.forward = counted
+    found = []
+    for grid_size in (9, 40):
+        counts.append(0)
+        found.append(gridsearch(la, case, grid_size=grid_size, link_approx=link))
+    assert counts[0] == counts[1] > 0
+    other = gridsearch(la, case, val_loader=validation(case, 9), link_approx=link)
+    assert_close(other, found[0])
+    one = {"log_prior_prec_min": 3, "log_prior_prec_max": 3, "grid_size": 1}
+    chosen = gridsearch(la, case, log_prior_prec_base=2.0, **one)
+    assert chosen.item() == pytest.approx(8.0, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"method": "gridsearch"}, "val_loader"),
+        ({"method": "magic"}, "(?s)magic"),
+        ({"pred_type": "linear"}, "linear"),
+        ({"prior_structure": "blockwise"}, "blockwise"),
+    ],
+)
+def test_invalid_arguments_are_named(kwargs, match):
+    la = fit(make(CLASSIFICATION))
+    with pytest.raises(ValueError, match=match):
+        la.optimize_prior_precision(**kwargs)
+    with pytest.raises(TypeError, match=r"loss.*str"):
+        la.optimize_temperature(validation(make(CLASSIFICATION)), loss="nll")
+
+
+def test_verbose_and_progress_bar(capsys):
+    case = make(CLASSIFICATION)
+    la = fit(case)
+    gridsearch(la, case, verbose=True, progress_bar=True)
+    out = capsys.readouterr()
+    assert "prior precision" in out.out.lower()
+    assert "9/9" in out.err
+    la.optimize_prior_precision(
+        method="marglik", n_steps=7, verbose=True, progress_bar=True
+    )
+    out = capsys.readouterr()
+    assert "prior precision" in out.out.lower()
+    assert "7/7" in out.err
+    gridsearch(la, case)
+    out = capsys.readouterr()
+    assert out.out == out.err == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["prior_precision", "temperature", "rank", "calibration"]
+)
+def test_unfitted(name):
+    la = ELLALaplace(make(CLASSIFICATION).model, "classification")
+    loader = [] if name in ("prior_precision", "rank") else [None]
+    with pytest.raises(AttributeError, match=r"fit\("):
+        getattr(la, f"optimize_{name}")(*loader)
+
+
+# --- the temperature -----------------------------------------------------------------
+
+
+@pytest.fixture(params=["classification", "regression"])
+def problem(request):
+    return overconfident(request.param)
+
+
+@pytest.mark.parametrize("temperature", [0.2, 7.5])
+@pytest.mark.parametrize("structure", PRIORS)
+def test_temperature_equals_that_of_full_laplace(problem, structure, temperature):
+    """At full rank; set in the constructor or after a fit; N/T data count."""
+    case, _ = problem
+    torch.set_default_dtype(torch.float64)  # for constants of laplace-torch's backends
+    prior, x = priors(case)[structure], case.x_test[:6]
+    options = case.kwargs | {"prior_precision": prior, "temperature": temperature}
+    exact = FullLaplace(case.model, case.likelihood, **options)
+    exact.fit(case.loader(20))
+    la = fit(case, n_eigenvalues=exact.n_params, prior_precision=prior)
+    la(x)  # a posterior that must not be used again
+    la.temperature = temperature
+    given = fit(case, n_eigenvalues=exact.n_params, **options)
+    assert la.effective_n_data == pytest.approx(60 / temperature)
+    Js = dense.jacobians(case.model, x)[1]
+    close = {"rtol": 1e-6, "atol": 1e-9}  # condition numbers of 1e4 and more
+    for other in (la, given):
+        expected = exact.functional_variance(Js)
+        assert_close(other.functional_variance(Js), expected, **close)
+        expected = exact.log_marginal_likelihood()
+        assert_close(other.log_marginal_likelihood(), expected, **close)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "complement", "prior"),
+    [
+        ("classification", "drop", 0.2),
+        ("classification", "prior", 0.2),
+        ("regression", "drop", 1.0),
+        ("regression", "prior", 10.0),
+        ("classification", "drop", "layerwise"),
+        ("classification", "drop", "diag"),
+    ],
+)
+def test_the_temperature_is_the_minimum_of_the_curve(likelihood, complement, prior):
+    """No temperature of a fine grid has a lower loss; nothing else changes."""
+    case, loader = overconfident(likelihood)
+    if isinstance(prior, str):
+        prior = priors(case)[prior]
+    la = fit(case, complement=complement, prior_precision=prior)
+    H, basis, sigma = la.H.clone(), la.basis, la.sigma_noise.clone()
+    curve, before = Curve(case, la, loader), la.prior_precision.clone()
+    assert la.optimize_temperature(loader) is None
+    assert curve(la.temperature) <= curve.lowest() + 2e-6
+    found = la.temperature
+    for la.temperature in (0.01, 30.0):  # the start does not matter
+        for data in (loader, la.cache_features(loader)):
+            la.optimize_temperature(data)
+            assert la.temperature == pytest.approx(found, rel=1e-6)
+    assert la.basis is basis
+    for now, then in ((la.H, H), (la.sigma_noise, sigma), (la.prior_precision, before)):
+        assert_close(now, then, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("link", ["mc", "bridge", "bridge_norm"])
+def test_the_minimum_is_that_of_every_link(link):
+    case, loader = overconfident("classification")
+    la = fit(case)
+    cache, y = FeatureCache.from_loader(la, loader), loader.dataset.tensors[1]
+    options = {"link_approx": link, "n_samples": 64}
+
+    def loss(temperature):
+        la.temperature = float(temperature)
+        return nll(la.predict_from_cache(cache, **options), y)
+
+    lowest = min(loss(10**t) for t in LOG_T)
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    la.optimize_temperature(loader, **options)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert loss(la.temperature) <= lowest + 2e-6
+
+
+@pytest.mark.parametrize("link", ["mc", "probit", "bridge"])
+@pytest.mark.parametrize("complement", ["drop", "prior", 3.0])
+@pytest.mark.parametrize("rank", [2, 9])
+def test_searches_see_the_loss_of_predictions(rank, complement, link):
+    """For any factor and prior, also in the eigenbasis of the curvature."""
+    case, loader = overconfident("classification")
+    la = fit(case, n_eigenvalues=rank, complement=complement)
+    cache, y = FeatureCache.from_loader(la, loader), loader.dataset.tensors[1]
+    observation, generator = la._observation, la._fresh_generator
+    validator = Validator(cache, None, observation, Link(link), 32, generator)
+    posterior, cheap = validator.rotated(la.posterior)
+    assert (posterior.H.ndim == 1) == (rank > 3)
+    for temperature, prior in ((1.0, 1.0), (0.05, 30.0), (40.0, 0.02)):
+        candidate = posterior.with_(
+            factor=posterior.factor / temperature, prior=torch.tensor([prior])
+        )
+        la.temperature, la.prior_precision = temperature, prior
+        probs = la.predict_from_cache(cache, link_approx=link, n_samples=32)
+        assert cheap(candidate) == pytest.approx(nll(probs, y), rel=1e-7)
+
+
+@pytest.mark.parametrize("rank", [5, 20])
+def test_monte_carlo_is_smooth_in_the_temperature(rank):
+    """Otherwise a search follows the noise. With fewer and more directions than C."""
+    g = torch.Generator().manual_seed(0)
+    model = mlp(4, 12, 10).double()
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=g).double()
+    x = torch.randn(40, 4, generator=g).double()
+    y = torch.randint(10, (40,), generator=g)
+    la = fit(Case(model, "classification", x, y, x[:6]), n_eigenvalues=rank)
+    cache = FeatureCache.from_loader(la, DataLoader(TensorDataset(x[:6], y[:6]), 6))
+
+    def largest_step(n):
+        probs = []
+        for temperature in torch.logspace(-2, 2, n):
+            la.temperature = temperature.item()
+            probs.append(la.predict_from_cache(cache, link_approx="mc", n_samples=32))
+        return torch.stack(probs).diff(dim=0).abs().max().item()
+
+    # An eighth of the step gives about an eighth of the change; a jump stays.
+    assert largest_step(161) < largest_step(21) / 3
+
+
+# --- temperature and prior together --------------------------------------------------
+
+
+@pytest.mark.parametrize("complement", ["drop", "prior"])
+def test_with_the_prior_beats_a_grid(problem, complement):
+    """At least as good as a brute-force grid of both, also from a structured prior."""
+    case, loader = problem
+    la = fit(case, complement=complement, prior_precision=priors(case)["layerwise"])
+    curve = Curve(case, la, loader)
+    temperatures = torch.logspace(-2, 2.5, 10)
+    lowest = min(curve(t, p) for p in torch.logspace(-2, 4, 13) for t in temperatures)
+    la.optimize_temperature(loader, tune_prior=True)
+    assert la.prior_precision.shape == (1,)
+    assert not la.prior_precision.requires_grad
+    found = curve(la.temperature, la.prior_precision)
+    assert found <= lowest + 1.01 * VALLEY * abs(lowest)
+
+
+def test_in_a_flat_valley_the_temperature_stays_near_one(problem):
+    """Of settings that are equally good no other grid point is a decade nearer to 1."""
+    case, loader = problem
+    la = fit(case, n_eigenvalues=1)
+    curve, grid = Curve(case, la, loader), torch.linspace(-2, 2.5, 10)
+    table = [[curve(10**t, 10**p) for p in torch.linspace(-2, 4, 25)] for t in grid]
+    table = torch.tensor(table)
+    enough = table.min() + 0.5 * VALLEY * abs(table.min())
+    nearest = grid[(table <= enough).any(1)].abs().min()
+    la.optimize_temperature(loader, tune_prior=True)
+    assert abs(math.log10(la.temperature)) <= nearest + 1
+
+
+@pytest.mark.parametrize("bounds", [(2.0, 3.0), (-2.0, -1.5)])
+def test_prior_stays_within_its_bounds(problem, bounds):
+    case, loader = problem
+    la = fit(case)
+    low, high = bounds
+    options = {"log_prior_prec_min": low, "log_prior_prec_max": high}
+    la.optimize_temperature(loader, tune_prior=True, **options)
+    assert low - 1e-6 <= la.prior_precision.log10().item() <= high + 1e-6
+    with pytest.raises(ValueError, match="log_prior_prec_min must be less"):
+        la.optimize_temperature(loader, tune_prior=True, log_prior_prec_max=-3)
+
+
+def test_the_border_is_told():
+    case, loader = overconfident("classification")
+    la = fit(case, prior_precision=1e4)  # too sure of the weights for any temperature
+    with pytest.warns(BorderWarning, match="best temperature.*border of the range"):
+        la.optimize_temperature(loader)
+
+
+# --- the rank ------------------------------------------------------------------------
+
+K = 6
+SAMPLES = {"subsample_size": 9, "n_eigenvalues": K}
+"""Fewer samples than pairs, so that the seed matters."""
+
+
+def at_rank(case, k, **kwargs):
+    """A fit of its own at rank k, with the same seed and samples."""
+    return fit(case, **(SAMPLES | {"n_eigenvalues": k} | kwargs))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("structure", "complement"),
+    [("scalar", "drop"), ("scalar", "prior"), ("diag", "drop"), ("diag", "prior")],
+)
+def test_evidence_of_every_rank(name, structure, complement):
+    """One fit tells the evidence of a fit at each lower rank; it falls with the rank,
+    and the smallest with its share of the Occam factor is taken."""
+    case = make(name)
+    options = {
+        "prior_precision": priors(case)[structure],
+        "complement": complement,
+        "temperature": 1.3,
+    }
+    la = at_rank(case, K, **options)
+    table = la.optimize_rank("marglik", share=0.7)
+    assert [row["rank"] for row in table] == list(range(1, K + 1))
+    values = [row["log_marginal_likelihood"] for row in table]
+    assert all(b <= a + 1e-10 for a, b in itertools.pairwise(values))
+    ratios = []
+    for k, value in enumerate(values, 1):
+        single = at_rank(case, k, **options)
+        expected = single.log_marginal_likelihood().item()
+        assert value == pytest.approx(expected, rel=1e-9)
+        ratios.append(single.log_det_ratio.item())
+    assert la.rank == next(k for k, r in enumerate(ratios, 1) if r >= 0.7 * ratios[-1])
+
+
+@pytest.mark.parametrize("link", ["probit", "mc", "bridge"])
+@pytest.mark.parametrize("complement", ["drop", "prior"])
+@both
+def test_validation_loss_of_every_rank(name, complement, link):
+    """One fit tells the validation loss that a fit at each lower rank has."""
+    case = make(name)
+    loader = validation(case)
+    x, y = loader.dataset.tensors
+    options = {"link_approx": link, "n_samples": 50}
+    expected = {}
+    for k in range(1, K + 1):
+        single = at_rank(case, k, complement=complement)
+        expected[k] = nll(single(x, **options), y, single.sigma_noise)
+    best = min(expected, key=expected.get)
+    for ranks in (None, [4, 1, 3], (6,)):
+        la = at_rank(case, K, complement=complement)
+        cache = la.cache_features(loader)
+        data = loader if ranks is None else cache
+        table = la.optimize_rank("gridsearch", data, ranks=ranks, **options)
+        wanted = sorted(ranks or expected)
+        assert [row["rank"] for row in table] == wanted
+        for row in table:
+            assert row["loss"] == pytest.approx(expected[row["rank"]], rel=1e-6)
+        assert la.rank == (min(ranks, key=expected.get) if ranks else best)
+
+
+def test_rank_by_any_loss():
+    case = make(REGRESSION)
+    la, values = at_rank(case, K), iter([5.0, 4.0, 1.0, 2.0, 0.0, 3.0])
+    table = la.optimize_rank(
+        "gridsearch", validation(case), loss=lambda *args: next(values)
+    )
+    assert la.rank == 5
+    assert [row["loss"] for row in table] == [5.0, 4.0, 1.0, 2.0, 0.0, 3.0]
+    la = at_rank(case, K)
+    with pytest.raises(ValueError, match="infinite for all 6 candidates"):
+        la.optimize_rank("gridsearch", validation(case), loss=lambda *args: math.nan)
+    assert la.rank == K
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"method": "magic"}, r"method.*magic"),
+        ({"method": "gridsearch"}, "val_loader"),
+        ({"method": "gridsearch", "ranks": [0, 2]}, r"ranks.*1\.\.6"),
+        ({"method": "gridsearch", "ranks": [2, 7]}, r"ranks.*1\.\.6"),
+        ({"method": "gridsearch", "ranks": []}, "ranks"),
+        ({"method": "marglik", "share": 1.5}, "share"),
+    ],
+)
+def test_invalid_ranks(options, match):
+    case = make(CLASSIFICATION)
+    la = at_rank(case, K)
+    if "ranks" in options:
+        options = {**options, "val_loader": validation(case)}
+    with pytest.raises(ValueError, match=match):
+        la.optimize_rank(**options)
+    assert la.rank == K
+
+
+# --- the cache -----------------------------------------------------------------------
+
+
+def test_a_cache_is_saved_moved_and_cut(tmp_path):
+    case = make(CLASSIFICATION)
+    la = fit(case, complement="prior")
+    cache = FeatureCache.from_loader(la, validation(case))
+    cache.save(tmp_path / "cache.pt")
+    again = FeatureCache.load(tmp_path / "cache.pt").to("cpu")
+    expected = la.predict_from_cache(cache)
+    assert_close(la.predict_from_cache(again), expected)
+    halves = FeatureCache.concatenate([cache[:4], cache[torch.arange(4, 9)]])
+    assert_close(la.predict_from_cache(halves), expected)
+    assert [len(part) for part in cache.batches(4)] == [4, 4, 1]
+    la.truncate(4)
+    x = validation(case).dataset.tensors[0]
+    assert_close(la.predict_from_cache(cache), la(x))
+    assert_close(la.predict_from_cache(cache.truncate(4)), la(x))
+    torch.save({"f_mu": cache.f_mu}, tmp_path / "wrong.pt")
+    with pytest.raises(ValueError, match="is not a feature cache"):
+        FeatureCache.load(tmp_path / "wrong.pt")
+
+
+def test_a_cache_of_something_else_is_refused():
+    case = make(CLASSIFICATION)
+    la, loader = fit(case, complement="prior"), validation(case)
+    cache = FeatureCache.from_loader(la, loader)
+    with pytest.raises(ValueError, match="features of 6 directions, 7 were"):
+        cache.truncate(7)
+    other = fit(case, complement="prior", subsample_size=9, seed=3)
+    with pytest.raises(ValueError, match="another basis"):
+        other.predict_from_cache(cache)
+    with pytest.raises(ValueError, match="different bases"):
+        FeatureCache.concatenate([cache, FeatureCache.from_loader(other, loader)])
+    la.prior_precision = priors(case)["layerwise"]
+    with pytest.raises(ValueError, match=r"any scalar prior.*one prior of 4 values"):
+        la.predict_from_cache(cache)
+    layered = FeatureCache.from_loader(la, loader)
+    assert_close(la.predict_from_cache(layered), la(loader.dataset.tensors[0]))
+    with pytest.raises(ValueError, match="cannot be truncated"):
+        layered.truncate(2)
+    with pytest.raises(ValueError, match="got no cache"):
+        FeatureCache.concatenate([])
+    with pytest.raises(ValueError, match="yielded no batch"):
+        la.cache_features([])
+    x = torch.full((2, 3), math.nan).double()
+    with pytest.raises(ValueError, match="NaN or infinite outputs or features"):
+        la.cache_features(DataLoader(TensorDataset(x, torch.tensor([0, 1]))))
