@@ -1,10 +1,10 @@
 """Active learning: ask for the labels that tell most.
 
-You learn `laplace_ella.acquisition`: samples of whole functions over a pool of
-unlabelled images, `select_joint` for a batch whose labels tell most together, scores
-like `margin` for one at a time. The network is trained with weight decay; the posterior
-is the exact one of all weights and has the prior that the weight decay stands for. With
-the default's few directions, or the last layer alone, `bald` does worse than chance.
+You learn `predictive_samples(..., joint=True)`: class probabilities of whole functions
+over a pool of unlabelled images, and two scores of them: the margin between the best
+two classes, and what a label tells about the function (BALD). The network is trained
+with weight decay; the posterior is the exact one of all weights and has the prior that
+the weight decay stands for. With few directions or the last layer, BALD does worse.
 """
 
 import torch
@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_ella import acquisition, metrics
+from laplace_ella import metrics
 
 PRIOR_PRECISION = 1.0
 N_START, N_ROUNDS, N_QUERIES = 20, 4, 10
@@ -51,11 +51,19 @@ def samples_of(model: nn.Module, labelled: torch.Tensor, pool: torch.Tensor):
     return la.predictive_samples(x[pool], n_samples=256, joint=True)
 
 
-STRATEGIES = {
-    "random": None,
-    "margin": lambda p: acquisition.margin(p).topk(N_QUERIES).indices,
-    "joint": lambda p: acquisition.select_joint(p, N_QUERIES).indices,
-}
+def margin(samples: torch.Tensor) -> torch.Tensor:
+    """How close the two most probable classes are, (B,)."""
+    best = samples.mean(0).topk(2).values
+    return best[:, 1] - best[:, 0]
+
+
+def bald(samples: torch.Tensor) -> torch.Tensor:
+    """What the label tells about the function, in nats (B,) (Houlsby et al. 2011)."""
+    total = metrics.entropy(samples.mean(0))
+    return total - torch.stack([metrics.entropy(one) for one in samples]).mean(0)
+
+
+STRATEGIES = {"random": None, "margin": margin, "bald": bald}
 accuracy = {name: torch.zeros(N_ROUNDS + 1) for name in STRATEGIES}
 SEEDS = range(3)
 for seed in SEEDS:
@@ -68,7 +76,8 @@ for seed in SEEDS:
             accuracy[name][round_] += metrics.accuracy(probs, y_test) / len(SEEDS)
             batch = torch.arange(N_QUERIES)
             if select is not None:
-                batch = select(samples_of(model, labelled, pool))
+                scores = select(samples_of(model, labelled, pool))
+                batch = scores.topk(N_QUERIES).indices
             asked = torch.isin(torch.arange(len(pool)), batch)
             labelled, pool = torch.cat([labelled, pool[asked]]), pool[~asked]
 for name, values in accuracy.items():

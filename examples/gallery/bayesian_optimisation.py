@@ -1,7 +1,10 @@
 """Bayesian optimisation step by step: look next where the function may be lowest.
 
 A network is trained on the values seen so far; exact linearised Laplace says what they
-leave open. The next point is where the lower end of the interval is lowest.
+leave open. The next point is where functions that are drawn from it, each seen at all
+candidates at once (`functional_samples(..., joint=True)`), improve most on what is
+known. For BoTorch's acquisition functions there is `joint_predictive`, the mean and
+covariance of groups of points.
 
     python examples/gallery/bayesian_optimisation.py"""
 
@@ -31,8 +34,9 @@ torch.set_default_dtype(torch.float64)  # gradients at close points are almost e
 grid = torch.linspace(-1, 1, 41 if args.smoke else 201).unsqueeze(1)
 
 
-def posterior(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of the function on the grid, each (N, 1)."""
+def posterior(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return mean and standard deviation of the function on the grid, each (N, 1), and
+    drawn functions (S, N)."""
     model = nn.Sequential(nn.Linear(1, 50), Sine(), nn.Linear(50, 50), Sine(),
                           nn.Linear(50, 1))  # fmt: skip
     for parameter in model[0].parameters():
@@ -44,19 +48,21 @@ def posterior(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     la.fit(DataLoader(TensorDataset(x, y), batch_size=len(x)))
     la.prior_precision = la.basis.trace / len(x) / SCALE**2
     f_mu, f_var = (part.detach() for part in la(grid))
-    return f_mu, f_var.squeeze(-1).sqrt()
+    drawn = la.functional_samples(grid, n_samples=512, joint=True)
+    return f_mu, f_var.squeeze(-1).sqrt(), drawn.squeeze(-1)
 
 
 x = torch.tensor([[-0.9], [0.05], [0.8]])
-with style.drawing(args.out / "bayesian_optimisation.png", size=(8.4, 5.4)) as figure:
+with style.drawing(args.out / "bayesian_optimisation.png", size=(7.2, 5)) as figure:
     panels = figure.subplots(2, 3, sharex=True, sharey=True)
     for step, ax in enumerate(panels.flat, start=1):
-        mean, std = posterior(x, objective(x))
+        mean, std, drawn = posterior(x, objective(x))
         known = {"train": (x, objective(x)), "truth": objective(grid)}
         style.interval(ax, grid, mean, std, **known)
-        lower = mean - 2 * std
-        i = lower.argmin()
-        ax.plot(grid[i], lower[i], "*", color=style.ORANGE, markersize=18,
+        ax.plot(grid, drawn[:2].T, color="0.75", linewidth=1, zorder=0.5)
+        # Expected improvement: how far the drawn functions fall below what is known.
+        i = (objective(x).min() - drawn).clamp_min(0).mean(0).argmax()
+        ax.plot(grid[i], mean[i], "*", color=style.ORANGE, markersize=18,
                 clip_on=False, linestyle="none", label="next")  # fmt: skip
         above = objective(x).min() - objective(grid).min()
         style.bare(ax, f"step {step}", f"{above:.2f} above the minimum")

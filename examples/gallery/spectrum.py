@@ -1,16 +1,15 @@
 """Spectrum, and what K buys: how many directions bring you to exact Laplace.
 
-The data are those of examples/gap.py. A few directions carry nearly all of the kernel,
-but the variance in the gap lies in the small ones: K directions alone have to reach
-them, K directions and an account of the rest (the default) do not.
+The data are those of regression_gap.py. A few directions carry nearly all of the
+kernel, but the variance in the gap lies in the small ones: K directions alone have to
+reach them, K directions and an account of the rest (the default) do not.
 
     python examples/gallery/spectrum.py"""
 
 import style
 import torch
-from gap import GRID, NOISE, observations
 from laplace import Laplace
-from torch import nn
+from regression_gap import GRID, NOISE, network, observations
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_ella  # noqa: F401, registers "nystrom"
@@ -21,14 +20,7 @@ SHOWN = 24
 
 args = style.arguments()
 x, y = observations(seed=0)
-model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(),
-                      nn.Linear(50, 1))  # fmt: skip
-style.train(
-    model,
-    lambda: (model(x) - y).square().sum() / (2 * NOISE**2),
-    steps=50 if args.smoke else 1000,
-    prior_precision=1.0,
-)
+model = network(x, y, steps=50 if args.smoke else 1000)
 
 
 def fitted(**options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

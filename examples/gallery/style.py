@@ -4,7 +4,6 @@ Every script takes `--smoke` (a small problem, to see that it runs) and `--out` 
 folder than that of the documentation)."""
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +15,10 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from laplace_ella import plotting
-from laplace_ella.comparison.plot_style import COLOURS, GREY
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "examples"))  # two scripts draw the data of gap.py
 
-BLUE, ORANGE, *_ = COLOURS
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "0.45"
 #: White in the middle; blue and orange differ for every kind of colour vision.
 TWO_SIDES = LinearSegmentedColormap.from_list("two sides", [BLUE, "white", ORANGE])
 

@@ -15,9 +15,6 @@ itself (MAP) and with the exact Laplace approximation of the head.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import re
 import time
 import warnings
@@ -36,7 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
-from laplace_ella import RankWarning
+from laplace_ella.errors import RankWarning
 from laplace_ella.metrics import classification_metrics
 
 PAD, START = 0, 1
@@ -251,8 +248,8 @@ def predict(model: Callable, words: list[dict]) -> torch.Tensor:
         return torch.cat([model(batch) for batch in loader(words, batch_size=128)])
 
 
-def compare(size: Size, seed: int) -> dict[str, dict[str, float] | str]:
-    """Metrics of each method on the test words of one split, and what was fitted."""
+def compare(size: Size, seed: int) -> tuple[dict[str, dict[str, float]], str]:
+    """Return scores on the test words of one split, and what was fitted."""
     words = rated_words()
     spelling = documentation_words()
     keep = torch.randperm(len(words), generator=torch.Generator().manual_seed(1))
@@ -282,64 +279,44 @@ def compare(size: Size, seed: int) -> dict[str, dict[str, float] | str]:
         )
         methods[label] = lambda b, la=la: la(b, link_approx="mc", n_samples=512)
     n_all = sum(p.numel() for p in model.parameters())
-    about = "; ".join([f"{len(training):,} training words, {n_all:,} weights", *sizes])
-    print(f"seed {seed}: {about}", flush=True)
-    results = {"about": about}
-    for name, method in methods.items():
-        results[name] = classification_metrics(predict(method, testing), targets)
-        print(f"  {name}: {results[name]}", flush=True)
-    return results
+    about = f"Split {seed}: {len(training):,} training words, {n_all:,} weights; "
+    results = {
+        name: classification_metrics(predict(method, testing), targets)
+        for name, method in methods.items()
+    }
+    print(f"split {seed}: {results}", flush=True)
+    return results, about + "; ".join(sizes) + "."
 
 
 def table(results: list[dict]) -> str:
-    """Markdown: mean ± standard error over the splits."""
-    columns = ("accuracy", "nll", "ece", "brier")
-    lines = [f"| method | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    for method in [key for key in results[0] if key != "about"]:
-        cells = []
-        for column in columns:
+    """Return the mean ± standard error over the splits."""
+    rows = []
+    for method in results[0]:
+        row = {"method": method}
+        for column in ("accuracy", "nll", "ece", "brier"):
             values = torch.tensor([result[method][column] for result in results])
-            cell = f"{values.mean():.4f}"
+            row[column] = f"{values.mean():.4f}"
             if len(values) > 1:
-                cell += f" ± {values.std() / len(values) ** 0.5:.4f}"
-            cells.append(cell)
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+                row[column] += f" ± {values.std() / len(values) ** 0.5:.4f}"
+        rows.append(row)
+    return runs.markdown(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", help="of the splits")
-    runs.add_output(parser)
-    args = parser.parse_args()
-    size = SMOKE if args.smoke else Size()
-    args.out = runs.output_folder("huggingface_lora", args)
-    for seed in args.seeds or ([0] if args.smoke else [0, 1, 2]):
-        result = json.dumps(compare(size, seed), indent=1, ensure_ascii=False)
-        (args.out / f"seed-{seed}.json").write_text(result, encoding="utf-8")
-        print(write_page(args.out, args.smoke), flush=True)
-
-
-def write_page(folder: Path, smoke: bool) -> str:
-    """The page of all splits so far, so that they may run one by one; its table."""
-    files = sorted(folder.glob("seed-*.json"))
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    text = table(results)
-    packages = ("torch", "transformers", "peft", "vaderSentiment")
-    versions = ", ".join(f"{p} {version(p)}" for p in packages)
-    seeds = " ".join(file.stem.removeprefix("seed-") for file in files)
-    command = f"python examples/paper/huggingface_lora.py --seeds {seeds}"
-    command += " --smoke" * smoke
-    error = " ± standard error" * (len(results) > 1)
-    about = (
-        f"Test words of {len(results)} split(s), mean{error}. Made by "
-        f"`{command}` on {platform.machine()}, {torch.get_num_threads()} thread(s), "
-        f"{versions}.\n\nFirst split: {results[0]['about']}."
+def main(argv: list[str] | None = None) -> None:
+    parser = runs.arguments("huggingface_lora", __doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args = runs.start(parser, argv)
+    size, seeds = (SMOKE, [0]) if args.smoke else (Size(), args.seeds)
+    found = [compare(size, seed) for seed in seeds]
+    versions = ", ".join(f"{p} {version(p)}" for p in ("transformers", "peft"))
+    text = (
+        f"Test words of {len(found)} split(s), mean ± standard error; "
+        f"{runs.environment(args.threads)}, {versions}.\n\n"
+        + table([result for result, _ in found])
+        + "".join(f"\n{about}\n" for _, about in found)
     )
-    (folder / "results.md").write_text(
-        f"# ELLA on LoRA adapters\n\n{text}\n\n{about}\n", encoding="utf-8"
-    )
-    return text
+    (args.out / "words.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

