@@ -5,14 +5,13 @@ BIN := $(VENV)/bin
 # The oldest laplace-torch that is supported, put before the newest one.
 OLD_LAPLACE := .venv-laplace-0.2
 # What the package promises of every version of laplace-torch.
-CORE_TESTS := $(addprefix tests/test_,complement.py core_dense.py errors.py \
-	backends.py exactness.py family.py layouts.py registration.py sampling.py state.py tuning_core.py \
-	untouched.py)
+CORE_TESTS := $(addprefix tests/test_,backends.py basis.py complement.py errors.py \
+	exact.py family.py fit.py layouts.py links.py posterior.py preserve.py state.py \
+	tuning.py)
 
 # What other people's libraries are needed for, in an environment of their own.
 CLIENTS := .venv-clients
-CLIENT_TESTS := $(addprefix tests/test_,architectures.py clients.py collators.py \
-	mean_field.py pages.py)
+CLIENT_TESTS := $(addprefix tests/test_,architectures.py examples.py pages.py)
 
 # The lower bounds of pyproject.toml, in an environment of their own.
 OLDEST := .venv-oldest
@@ -59,7 +58,7 @@ $(OLD_LAPLACE)/.done: pyproject.toml $(VENV)/.test
 
 $(CLIENTS)/.done: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet -e ".[test,clients,paper]"
+	$(CLIENTS)/bin/python -m pip install --quiet -e ".[test,clients]"
 	@touch $@
 
 $(OLDEST)/.done: pyproject.toml
@@ -76,18 +75,17 @@ $(BUILD)/.done: | $(BIN)/python
 	$(BUILD)/bin/python -m pip install --quiet build twine
 	@touch $@
 
-demo: $(VENV)/.demo ## compare ELLA with the rest of the family on embedded data
-	$(BIN)/python -W ignore -m laplace_ella demo
+demo: $(VENV)/.demo ## compare all methods on three small problems, into demo/
+	$(BIN)/python -W ignore examples/demo.py demo
 
 # The variable silences an announcement of mkdocs-material about other projects.
 docs: $(VENV)/.docs ## build the documentation, site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 results-demo: $(VENV)/.demo ## write the demo's tables and figures into the repository
-	$(BIN)/python -W ignore -m laplace_ella demo --out examples/paper/results/demo
-	$(BIN)/python examples/paper/update_results.py
+	$(BIN)/python -W ignore examples/demo.py examples/paper/results/demo
 
-gallery: $(VENV)/.demo ## draw the pictures of docs/gallery.md again
+gallery: $(VENV)/.demo ## draw the pictures of the gallery again
 	for script in $(GALLERY); do $(BIN)/python -W ignore $$script || exit 1; done
 
 test: lint test-new test-old ## lint and test, with the newest and the oldest laplace-torch
@@ -101,7 +99,7 @@ test-old: $(OLD_LAPLACE)/.done
 test-oldest: $(OLDEST)/.done ## test with the oldest Python, torch and numpy
 	$(OLDEST)/bin/python -m pytest -n auto $(CORE_TESTS)
 
-test-clients: $(CLIENTS)/.done ## test with libraries that call us: Lightning UQ Box, BoTorch, ...
+test-clients: $(CLIENTS)/.done ## test with other libraries: timm, transformers, BoTorch, ...
 	$(CLIENTS)/bin/python -m pytest -n auto $(CLIENT_TESTS)
 
 lint: $(VENV)/.test ## check style, formatting and types
@@ -125,4 +123,5 @@ build: $(BUILD)/.done ## make sdist and wheel in dist/, and try the wheel as a u
 	$(WHEEL)/bin/python tests/check_distribution.py installed
 
 clean: ## remove the environments, the built site and the built packages
-	rm -rf $(VENV) $(OLD_LAPLACE) $(OLDEST) $(CLIENTS) $(BUILD) $(WHEEL) site build dist
+	rm -rf $(VENV) $(OLD_LAPLACE) $(OLDEST) $(CLIENTS) $(BUILD) $(WHEEL) site build dist \
+		demo

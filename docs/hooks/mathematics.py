@@ -1,7 +1,7 @@
-"""Formulas become MathML when the site is built; browsers draw it without a script.
+"""Convert formulas to MathML when the site is built; browsers need no script for it.
 
-The font is that of an installed package and copied into the site, so that formulas
-look the same where the reader's machine has none for mathematics.
+The font of an installed package is copied to the site, so that formulas look the same
+on machines without a mathematical font.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 
 FONT = "STIXTwoMath-Regular.ttf"
 
-#: what pymdownx.arithmatex leaves of $...$ and $$...$$
+#: what pymdownx.arithmatex makes of $...$ and $$...$$
 INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
 BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
 

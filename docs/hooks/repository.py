@@ -1,10 +1,9 @@
-"""Take the files outside docs/ that pages link to onto the site.
+"""Add files outside docs/ to the site if a page links to them.
 
-The changelog, the examples and the results stay where they are in the repository, and
-pages link to them by relative paths, as a reader of the repository expects. For the
-site, every file that is linked from a page, or from a page that came along this way,
-takes the same path there, and the links are rewritten to it. A script becomes a page
-that shows it.
+The changelog, the examples and the results stay in their folders, and pages link to
+them by relative paths, as readers of the repository expect. Every file that a page
+links to, directly or through other added pages, is added to the site under the same
+path, and the links are rewritten. A script becomes a page that shows it.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-#: where readers of the repository start; those of the site have a page of their own
+#: the start page of the repository, in place of which the site has index.md
 START = ROOT / "README.md"
 
-#: files that are on the site as they are; others become pages that show them
+#: suffixes of files that are copied; other files become pages that show them
 AS_THEY_ARE = {".md", ".png", ".svg"}
 
 #: `](target#anchor)` of a link or image to a file of the repository
 LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)\s#]+)(#[^)\s]*)?(?=\))")
-#: code, in which nothing is a link
+#: code, which is not searched for links
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
 
 def target(page: Path, link: str) -> Path | None:
-    """The file of the repository that a link of a page leads to, if there is one."""
+    """Return the file of the repository that a link of a page leads to, if any."""
     path = Path(os.path.normpath(page.parent / link))
     if path.is_dir():
         path /= "README.md"
@@ -40,14 +39,14 @@ def target(page: Path, link: str) -> Path | None:
 
 
 def linked(page: Path) -> Iterator[Path]:
-    """Files of the repository that a page links to."""
+    """Yield the files of the repository that a page links to."""
     prose = CODE.sub("", page.read_text())
     found = (target(page, match[2]) for match in LINK.finditer(prose))
     return (path for path in found if path is not None)
 
 
 def from_elsewhere() -> list[Path]:
-    """Files outside docs/ that belong to the site, by following links."""
+    """Return the files outside docs/ that are reachable by links."""
     seen = {START}
     waiting = {*DOCS.rglob("*.md"), ROOT / "CHANGELOG.md"}
     while waiting:
@@ -58,7 +57,7 @@ def from_elsewhere() -> list[Path]:
 
 
 def place(path: Path) -> str:
-    """Where a file of the repository is among the sources of the site."""
+    """Return the path of a file of the repository among the sources of the site."""
     if path == START:
         return "index.md"
     if path.is_relative_to(DOCS):
@@ -68,13 +67,13 @@ def place(path: Path) -> str:
 
 
 def source(file: File) -> Path:
-    """The file of the repository that a file of the site is made from."""
+    """Return the file of the repository from which a file of the site is made."""
     inside = DOCS / file.src_uri
     return inside if inside.exists() else ROOT / file.src_uri
 
 
 def as_page(script: Path) -> str:
-    """A page that shows a script."""
+    """Return the text of a page that shows a script."""
     name = script.relative_to(ROOT).as_posix()
     language = {".py": "python", ".json": "json"}.get(script.suffix, "text")
     return (
@@ -94,7 +93,7 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files: Files) -> str:
-    """Links of the repository become links of the site."""
+    """Rewrite links of the repository to links of the site."""
     origin = source(page.file)
     if not origin.exists():  # a page that shows a script
         return markdown
@@ -103,7 +102,7 @@ def on_page_markdown(markdown: str, page, config, files: Files) -> str:
     def to_site(match: re.Match[str]) -> str:
         path = target(origin, match[2])
         if path is None:
-            return match[0]  # mkdocs says what is wrong with it
+            return match[0]  # mkdocs reports it
         return match[1] + posixpath.relpath(place(path), here) + (match[3] or "")
 
     parts, end = [], 0
