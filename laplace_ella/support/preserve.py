@@ -154,7 +154,9 @@ def _random_sources(loader: Any) -> list[tuple[Callable[[], Any], Callable]]:
         2: (random.getstate, random.setstate),
     }
     owners = [loader, getattr(loader, "dataset", None)]
-    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    if sampler is None:  # no `or`: samplers of streams have no length
+        sampler = getattr(loader, "sampler", None)
     while sampler is not None and len(owners) < 8:  # samplers may be nested
         owners.append(sampler)
         sampler = getattr(sampler, "sampler", None)
