@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_ella import ELLALaplace
+from laplace_ella import ComputeOptions, ELLALaplace
 from laplace_ella.derivatives.complements import Sketch
 from laplace_ella.errors import RankWarning
 from laplace_ella.posterior import basis as basis_module
@@ -223,19 +223,24 @@ def test_memory_of_a_summary_does_not_grow():
 
 
 def test_a_fit_streams_where_memory_is_short():
-    """Predictions are those of all gradients within the angle of the bases."""
-    x = torch.randn(100, 4)
-    y = torch.randint(3, (100,))
+    """A summary of the gradients has nearly the same directions as all of them."""
+    data = TensorDataset(torch.randn(100, 4), torch.randint(3, (100,)))
+    loader, found = DataLoader(data, 20), {}
     model = mlp(4, 30, 3).float()
-    loader = DataLoader(TensorDataset(x, y), 20)
-    options = {"subsample_size": 300, "n_eigenvalues": 5}
-    la = ELLALaplace(model, "classification", **options)
-    la.fit(loader)
-    estimate = la.estimate_memory(loader)
-    assert estimate.method == "exact"
-    assert la.basis.tail is not None
-    assert len(la.basis.tail) + la.rank == 243  # the spectrum, min(M, P) values
-    assert la.basis.method in ("svd", "gram")
+    for method, budget in (("exact", "1 GB"), ("streaming", "100 kB")):
+        compute = ComputeOptions(memory_budget=budget, chunk_size=4)
+        options = {"subsample_size": 300, "n_eigenvalues": 5, "compute": compute}
+        la = ELLALaplace(model, "classification", **options)
+        la.fit(loader)
+        assert la.estimate_memory(loader).method == method
+        found[method] = la.basis
+    basis, summary = found["exact"], found["streaming"]
+    assert basis.method in ("svd", "gram")
+    assert len(basis.tail) + basis.rank == 243  # the spectrum, min(M, P) values
+    assert (summary.method, summary.tail) == ("streaming", None)
+    cosines = torch.linalg.svdvals(basis.directions @ summary.vectors)
+    assert cosines.min() > 0.999
+    assert_close(summary.eigenvalues, basis.eigenvalues, rtol=1e-4)
 
 
 # The spectrum of a sample
@@ -310,7 +315,7 @@ def test_sketch_keeps_what_is_outside_a_span():
     span = sampled_span(groups, sketch, nystrom_basis(buffer_of(rows.clone()), 5, True))
     assert span.ranks[-1] == 60
     estimate = span.norms(new)[:, -1]
-    assert_close(estimate / exact, torch.ones(40).double(), rtol=0, atol=0.5)
+    assert_close(estimate / exact, torch.ones(40).double(), rtol=0, atol=0.7)
     assert_close((estimate / exact).mean(), torch.ones(()).double(), rtol=0.15)
     assert span.norms(rows * 3)[:, -1].max() < 1e-20 * rows.square().sum(1).max()
     compared = span.compared_with(span.norms(new))
