@@ -80,7 +80,7 @@ demo: $(VENV)/.demo ## compare all methods on three small problems, into demo/
 
 # The variable silences an announcement of mkdocs-material about other projects.
 docs: $(VENV)/.docs ## build the documentation, site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 PYTHONWARNINGS=ignore $(BIN)/mkdocs build --quiet --strict
 
 results-demo: $(VENV)/.demo ## write the demo's tables and figures into the repository
 	$(BIN)/python -W ignore examples/demo.py examples/paper/results/demo

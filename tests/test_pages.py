@@ -1,60 +1,95 @@
-"""What README and site say holds: their code runs, their links lead somewhere."""
+"""What README, site and notebooks say holds: their code runs and prints what is shown,
+their links lead to files, and the tables of the package name what there is."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
-import textwrap
 import warnings
+from itertools import zip_longest
 from pathlib import Path
 
+import matplotlib
 import pytest
-from laplace_ella.cli import build_parser
+import torch
 
 ROOT = Path(__file__).parents[1]
 SITE = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 RESULTS = sorted((ROOT / "examples").rglob("*.md"))
-FENCE = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^```(python|output)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def blocks(page: Path) -> list[str]:
-    """Python code of a page, in order."""
-    return [textwrap.dedent(match[2]) for match in FENCE.finditer(page.read_text())]
+def cells(notebook: Path) -> list[dict]:
+    return json.loads(notebook.read_text())["cells"]
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Return the Python code of a page or notebook, and the outputs shown, in order."""
+    if page.suffix == ".ipynb":
+        codes = (cell for cell in cells(page) if cell["cell_type"] == "code")
+        return [("python", "".join(cell["source"])) for cell in codes]
+    return [(match[1], match[2]) for match in FENCE.finditer(page.read_text())]
 
 
 def missing(code: str) -> bool:
-    """Whether a piece of code imports a package that is not installed."""
+    """Return whether a piece of code imports a package that is not installed."""
     packages = re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
     return any(importlib.util.find_spec(package) is None for package in packages)
 
 
-@pytest.mark.parametrize("page", [p for p in SITE if blocks(p)], ids=name)
-def test_code_runs(page, tmp_path, monkeypatch):
-    """Every python block of a page executes, in order, up to the first that needs a
-    package which is not here (make test-clients has all)."""
+def check_output(shown: str, printed: str) -> None:
+    """Compare words exactly, and numbers up to what other machines change in them."""
+    for expected, got in zip_longest(shown.split(), printed.split(), fillvalue=""):
+        try:
+            assert float(got) == pytest.approx(float(expected), rel=0.1, abs=0.02)
+        except ValueError:
+            assert got == expected
+
+
+@pytest.mark.parametrize("page", [p for p in SITE + NOTEBOOKS if blocks(p)], ids=name)
+def test_code_runs(page, tmp_path, monkeypatch, capsys):
+    """The blocks of a page run one after the other, up to the first that needs a
+    package which is not installed (`make test-clients` installs all)."""
     monkeypatch.chdir(tmp_path)  # pages may write files
-    namespace: dict[str, object] = {"__name__": "page"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number, code in enumerate(blocks(page), start=1):
-            if missing(code):
-                break
-            exec(compile(code, f"{name(page)}, block {number}", "exec"), namespace)
+    namespace, printed = {"__name__": "page"}, ""
+    threads = torch.get_num_threads()
+    try:
+        with warnings.catch_warnings(), matplotlib.rc_context({"backend": "agg"}):
+            warnings.simplefilter("ignore")
+            for number, (kind, code) in enumerate(blocks(page), start=1):
+                if kind == "output":
+                    check_output(code, printed)
+                    continue
+                if missing(code):
+                    break
+                exec(compile(code, f"{name(page)}, block {number}", "exec"), namespace)
+                printed = capsys.readouterr().out
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
+def test_notebooks_hold_no_outputs(notebook):
+    """They are executed when the site is built."""
+    assert not any(cell.get("outputs") for cell in cells(notebook))
 
 
 @pytest.mark.parametrize("page", SITE, ids=name)
 def test_commands_are_understood(page):
     """Every `laplace-ella` line of a page parses."""
+    cli = pytest.importorskip("laplace_ella.cli")
     shells = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
     for line in "".join(shells).splitlines():
         program, *arguments = shlex.split(line, comments=True) or [""]
         if program == "laplace-ella" and "--list" not in arguments:
-            build_parser().parse_args(arguments)
+            cli.build_parser().parse_args(arguments)
 
 
 @pytest.mark.parametrize("page", [*SITE, ROOT / "CHANGELOG.md", *RESULTS], ids=name)
@@ -62,3 +97,37 @@ def test_links_exist(page):
     """Relative links lead to files."""
     links = re.findall(r"\]\((?!http|#)([^)#\s]+)[^)]*\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Return the rows of the table in a section of the page for contributors."""
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    section = re.search(rf"^## {heading}$(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+    assert section is not None
+    lines = (line for line in section[1].splitlines() if line.startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_every_file_of_the_package_is_on_the_page():
+    named, folder = [], ""
+    for file, _ in rows("The package on one page"):
+        if file.startswith("**"):
+            folder = (quoted(file) or [""])[0]
+        else:
+            named += [folder + entry for entry in quoted(file)]
+    package = ROOT / "laplace_ella"
+    files = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    assert sorted(named) == sorted(f for f in files if not f.endswith("__init__.py"))
+
+
+def test_every_step_on_the_page_exists():
+    for step, function, file in rows("The way of the data"):
+        texts = [(ROOT / "laplace_ella" / path).read_text() for path in quoted(file)]
+        for call in quoted(function):
+            called = call.partition("(")[0].split(".")[-1]
+            definition = re.compile(rf"^ *(def|class) {called}\b", re.MULTILINE)
+            assert any(map(definition.search, texts)), f"{step} {called} in {file}"
