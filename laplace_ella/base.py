@@ -371,6 +371,7 @@ class EllaBase(EllaSettings):
             "temperature": float(self._temperature),
             "softmax_temperature": self._softmax_temperature,
             "top_outputs": self._top_outputs,
+            "link_approx": getattr(self._tuned_link, "value", None),
             "complement": getattr(complement, "value", complement),
             "evidence": self._evidence.value,
             "enable_backprop": self.enable_backprop,

@@ -255,6 +255,8 @@ or None, default=None
                 progress_bar=progress_bar,
             )
         self._adopt(fit)
+        if stops and validator is not None:
+            self.link_approx = validator.link
 
     def fit_basis(
         self,

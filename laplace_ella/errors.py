@@ -11,6 +11,7 @@ __all__ = [
     "BorderWarning",
     "CheckpointWarning",
     "InsufficientMemoryError",
+    "LinkWarning",
     "NotDifferentiableError",
     "NotFittedError",
     "NumericalWarning",
@@ -105,6 +106,10 @@ class BorderWarning(UserWarning):
 
 class CheckpointWarning(UserWarning):
     """The progress of a fit could not be saved or used; the message has the cause."""
+
+
+class LinkWarning(UserWarning):
+    """A prediction uses another link than the one that its settings were tuned for."""
 
 
 class NumericalWarning(UserWarning):

@@ -13,7 +13,7 @@ from laplace.utils.enums import PredType, PriorStructure, TuningMethod
 
 from laplace_ella.fitting.data import check_loader, loader_batches
 from laplace_ella.posterior.likelihood import observed, target_rows
-from laplace_ella.posterior.observation import Link
+from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.predictions import PredictingLaplace
 from laplace_ella.support.checks import check_positive, member, positive_int
 from laplace_ella.tuning.cache import FeatureCache
@@ -28,7 +28,6 @@ from laplace_ella.tuning.search import (
     search_temperature_and_prior,
 )
 from laplace_ella.tuning.validation import (
-    DEFAULT_LINK,
     Loss,
     Validator,
     check_loss,
@@ -51,14 +50,16 @@ class TunableLaplace(PredictingLaplace):
         posterior: SubspacePosterior,
         data: Any,
         loss: Loss | None,
-        link_approx: Link | str,
+        link_approx: Link | str | None,
         n_samples: int,
         progress_bar: bool,
         linearizer: Linearizer | None = None,
         processes: Processes | None = None,
     ) -> Validator:
         """Return the validation loss over features that are computed now, or were."""
-        link_approx = member(Link, "link_approx", link_approx)
+        link = self.link_approx
+        if link_approx is not None:
+            link = member(Link, "link_approx", link_approx)
         positive_int("n_samples", n_samples)
         check_loss(loss)
         if data is None:
@@ -66,7 +67,7 @@ class TunableLaplace(PredictingLaplace):
                 "method='gridsearch' compares predictions on validation data: pass "
                 "val_loader=, or use method='marglik'."
             )
-        self._check_link(link_approx)
+        self._check_link(link)
         if not isinstance(data, FeatureCache):
             linearizer = linearizer or self.linearizer
             data = self._cache(posterior, linearizer, data, progress_bar, processes)
@@ -74,7 +75,7 @@ class TunableLaplace(PredictingLaplace):
             self._served(data, posterior),
             loss,
             self._observation,
-            link_approx,
+            link,
             n_samples,
             self._fresh_generator,
         )
@@ -93,8 +94,8 @@ class TunableLaplace(PredictingLaplace):
         log_prior_prec_min: float = -4,
         log_prior_prec_max: float = 4,
         grid_size: int = 100,
-        link_approx: Link | str = DEFAULT_LINK,
-        n_samples: int = 100,
+        link_approx: Link | str | None = None,
+        n_samples: int = N_SAMPLES,
         verbose: bool = False,
         progress_bar: bool = False,
         log_prior_prec_base: float = 10.0,
@@ -111,6 +112,7 @@ class TunableLaplace(PredictingLaplace):
         pred_type = member(PredType, "pred_type", pred_type)
         method = member(TuningMethod, "method", method)
         structure = member(PriorStructure, "prior_structure", prior_structure)
+        tuned_link = None
         if method == TuningMethod.MARGLIK:
             positive_int("n_steps", n_steps)
             check_positive("lr", lr)
@@ -152,8 +154,11 @@ class TunableLaplace(PredictingLaplace):
                         processes=processes,
                     )
                     chosen = search_prior(posterior, grid, validator, progress_bar)
+                    tuned_link = validator.link
                 chosen = self._settled(processes, chosen)
         self.prior_precision = chosen
+        if tuned_link is not None:
+            self.link_approx = tuned_link
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
 
@@ -232,8 +237,8 @@ class TunableLaplace(PredictingLaplace):
         self,
         val_loader: Any,
         loss: Loss | None = None,
-        link_approx: Link | str = DEFAULT_LINK,
-        n_samples: int = 512,
+        link_approx: Link | str | None = None,
+        n_samples: int = N_SAMPLES,
         tune_prior: bool = False,
         log_prior_prec_min: float = -2,
         log_prior_prec_max: float = 4,
@@ -250,9 +255,9 @@ class TunableLaplace(PredictingLaplace):
         val_loader : DataLoader or FeatureCache
         loss : torchmetrics.Metric or callable, optional
             as for `optimize_prior_precision`; the negative log likelihood by default
-        link_approx : Link or str, default="probit"
-            set it to the one you predict with
-        n_samples : int, default=512
+        link_approx : Link or str, optional
+            of the predictions that are judged, and from now on the default of others
+        n_samples : int, default=100
         tune_prior : bool, default=False
             choose a scalar prior precision, within 10**log_prior_prec_min and
             10**log_prior_prec_max, at the same time
@@ -284,15 +289,15 @@ class TunableLaplace(PredictingLaplace):
             else:
                 found = search_temperature(posterior, self.n_data, validator), None
             temperature, prior = self._settled(processes, found)
-        self.temperature = temperature
+        self.temperature, self.link_approx = temperature, validator.link
         if prior is not None:
             self.prior_precision = prior
 
     def optimize_calibration(
         self,
         val_loader: Any,
-        link_approx: Link | str = DEFAULT_LINK,
-        n_samples: int = 512,
+        link_approx: Link | str | None = None,
+        n_samples: int = N_SAMPLES,
         tune_complement: bool = False,
         progress_bar: bool = False,
     ) -> Calibration:
@@ -311,9 +316,9 @@ class TunableLaplace(PredictingLaplace):
         ----------
         val_loader : DataLoader or FeatureCache
             data that the network was not trained on
-        link_approx : Link or str, default="probit"
-            set it to the one you predict with
-        n_samples : int, default=512
+        link_approx : Link or str, optional
+            of the predictions that are judged, and from now on the default of others
+        n_samples : int, default=100
             of the link 'mc'
         tune_complement : bool, default=False
             choose the precision outside the basis as well, which `complement` is then
@@ -341,6 +346,7 @@ class TunableLaplace(PredictingLaplace):
             )
             calibration = search_calibration(posterior, validator)
             calibration = self._settled(processes, calibration)
+        self.link_approx = validator.link
         if calibration.kept:
             return calibration
         self.prior_precision = calibration.prior_precision
@@ -387,8 +393,8 @@ class TunableLaplace(PredictingLaplace):
         val_loader: Any = None,
         ranks: Sequence[int] | None = None,
         loss: Loss | None = None,
-        link_approx: Link | str = DEFAULT_LINK,
-        n_samples: int = 512,
+        link_approx: Link | str | None = None,
+        n_samples: int = N_SAMPLES,
         share: float = 0.95,
         progress_bar: bool = False,
     ) -> list[dict[str, float]]:
@@ -448,6 +454,7 @@ class TunableLaplace(PredictingLaplace):
             found = search_rank(posterior, candidates, validator)
             rank, losses = self._settled(processes, found)
         self.truncate(rank)
+        self.link_approx = validator.link
         return [
             {"rank": k, "loss": value}
             for k, value in zip(candidates, losses, strict=True)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import fields
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 import torch
 from laplace.utils.enums import Likelihood, PredType
+from tqdm.auto import tqdm
 
 from laplace_ella.base import EllaBase
+from laplace_ella.errors import LinkWarning, warn_caller
 from laplace_ella.fitting.data import check_loader, loader_batches
-from laplace_ella.posterior.observation import Link
+from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.posterior.predictive import Predictor, class_dim
-from laplace_ella.support.batches import to_device
+from laplace_ella.support.batches import OutputLayout, split_batch, to_device
 from laplace_ella.support.checks import check_generator, member, positive_int
-from laplace_ella.support.preserve import full_precision, undisturbed
+from laplace_ella.support.preserve import (
+    full_precision,
+    seeded_iteration,
+    undisturbed,
+)
 from laplace_ella.tuning.cache import FeatureCache, cache_batches
-from laplace_ella.tuning.validation import DEFAULT_LINK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
     from laplace_ella.posterior.posterior import SubspacePosterior
 
 __all__ = ["PredictingLaplace"]
+
+Inputs = torch.Tensor | MutableMapping[str, Any]
 
 
 class PredictingLaplace(EllaBase):
@@ -57,13 +65,36 @@ class PredictingLaplace(EllaBase):
         check_generator(generator, self._device)
         return generator
 
+    def _link(
+        self, link_approx: Link | str | None, pred_type: PredType = PredType.GLM
+    ) -> Link:
+        """Return the link of a prediction; warn if another one was tuned for."""
+        if link_approx is None:
+            return Link.MC if pred_type == PredType.NN else self.link_approx
+        link = member(Link, "link_approx", link_approx)
+        if pred_type == PredType.NN:
+            if link is not Link.MC:
+                raise ValueError(
+                    "pred_type='nn' samples weights, so it needs link_approx='mc', got "
+                    f"link_approx={link.value!r}."
+                )
+        elif self._tuned_link not in (None, link) and not self._family.is_regression:
+            warn_caller(
+                f"The settings of this posterior were chosen for link_approx="
+                f"{self.link_approx.value!r}, and this prediction uses {link.value!r}. "
+                "Leave link_approx out, tune with the link that you predict with, or "
+                f"set la.link_approx = {link.value!r}.",
+                LinkWarning,
+            )
+        return link
+
     def __call__(
         self,
-        x: torch.Tensor | MutableMapping[str, Any],
+        x: Inputs,
         pred_type: PredType | str = PredType.GLM,
         joint: bool = False,
-        link_approx: Link | str = DEFAULT_LINK,
-        n_samples: int = 100,
+        link_approx: Link | str | None = None,
+        n_samples: int = N_SAMPLES,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         fitting: bool = False,
@@ -79,9 +110,10 @@ class PredictingLaplace(EllaBase):
             linearised predictive ('gp' is the same) or sampled weights
         joint : bool, default=False
             regression: one covariance over all B·C values
-        link_approx : Link or str, default='probit'
+        link_approx : Link or str, optional
             classification: link of the linearised predictive, one of 'mc', 'probit',
-            'probit_centered', 'bridge' and 'bridge_norm'; only 'mc' for 'nn'
+            'probit_centered', 'bridge' and 'bridge_norm'; by default the attribute
+            `link_approx`. Always 'mc' for 'nn'
         n_samples : int, default=100
             samples for 'mc' and 'nn'
         diagonal_output : bool, default=False
@@ -101,41 +133,175 @@ class PredictingLaplace(EllaBase):
         are those of the C outputs at each position, `(B, *positions, C, C)`.
         """
         pred_type = member(PredType, "pred_type", pred_type)
-        link_approx = member(Link, "link_approx", link_approx)
-        if pred_type == PredType.NN and link_approx != Link.MC:
-            raise ValueError(
-                "pred_type='nn' samples weights, so it needs link_approx='mc', got "
-                f"link_approx={link_approx.value!r}."
-            )
-        self._check_link(link_approx)
-        positive_int("n_samples", n_samples)
+        link = self._link(link_approx, pred_type)
         regression = self.likelihood == Likelihood.REGRESSION or (
             self.likelihood == Likelihood.REWARD_MODELING and not fitting
         )
-        with self._predicting() as predictor:
-            generator = self._generator(generator)
-            x = to_device(x, self._device)
-            if pred_type == PredType.NN:
-                samples = self._network_samples(
-                    predictor, x, n_samples, generator, **model_kwargs
-                )
-                if regression:
-                    return samples.mean(0), samples.var(0)
-                return self._probabilities(samples).mean(0)
+        positive_int("n_samples", n_samples)
+        self._check_link(link)
+        generator = self._generator(generator)
+        if pred_type == PredType.NN:
+            samples = self._nn_functional_samples(
+                x, n_samples, generator, **model_kwargs
+            )
             if regression:
-                return (
-                    predictor.joint(x)
-                    if joint
-                    else predictor.marginal(x, diagonal_output)
+                return samples.mean(0), samples.var(0)
+            return self._probabilities(samples).mean(0)
+        with self._predicting() as predictor:
+            x = to_device(x, self._device)
+            if not regression:
+                return predictor.probabilities(
+                    x, link, n_samples, diagonal_output, generator
                 )
-            return predictor.probabilities(
-                x, link_approx, n_samples, diagonal_output, generator
+            return (
+                predictor.joint(x) if joint else predictor.marginal(x, diagonal_output)
             )
 
-    def _probabilities(self, samples: torch.Tensor) -> torch.Tensor:
-        """Return the inverse link of samples of the outputs, `(n, B, ...)`."""
-        dim = class_dim(self._layout)
-        return self._observation.sampled_probabilities(samples, dim)
+    def predict(
+        self,
+        loader: Iterable[Any],
+        *,
+        device: torch.device | str | None = "cpu",
+        progress_bar: bool = False,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the posterior predictive of all batches of a loader.
+
+        Parameters
+        ----------
+        loader : torch.utils.data.DataLoader or iterable
+            yields batches `(X, y)`, `(X,)`, tensors or mappings; targets play no part.
+            A tensor or mapping is one batch
+        device : torch.device or str, optional
+            where results are collected, batch by batch; None is the model's
+        progress_bar : bool, default=False
+        generator : torch.Generator, optional
+            source of the samples of all batches, made from `seed` by default
+        **options
+            arguments of `la(x, ...)`
+
+        Returns
+        -------
+        what `la(x, ...)` returns, of all N inputs in the order of the loader
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from laplace_ella import ELLALaplace
+        >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+        >>> la = ELLALaplace(torch.nn.Linear(2, 3), "classification", n_eigenvalues=5)
+        >>> la.fit(DataLoader(data, batch_size=25))
+        >>> la.predict(DataLoader(data, batch_size=20)).shape
+        torch.Size([50, 3])
+        """
+        if options.get("joint"):
+            raise ValueError(
+                "joint=True is for inputs that are predicted together, and a loader's "
+                "batches are not. Use la(x, joint=True) for one batch."
+            )
+        device = self._device if device is None else device
+        generator, parts = self._generator(generator), []
+        for x in self._inputs(loader, progress_bar):
+            found = self(x, generator=generator, **options)
+            found = found if isinstance(found, tuple) else (found,)
+            parts.append([part.to(device) for part in found])
+        if not parts:
+            raise ValueError("The loader yields no batch, so there is nothing to tell.")
+        whole = [torch.cat(part) for part in zip(*parts, strict=True)]
+        return tuple(whole) if len(whole) > 1 else whole[0]
+
+    def _inputs(self, loader: Any, progress_bar: bool = False) -> Iterator[Any]:
+        """Yield the inputs of a loader's batches, whether these have targets or not."""
+        if isinstance(loader, (torch.Tensor, Mapping)):
+            loader = [loader]
+        elif not isinstance(loader, Iterable):
+            raise TypeError(
+                "Expected a DataLoader, an iterable of batches or a tensor, got "
+                f"{type(loader).__name__}."
+            )
+        batches = seeded_iteration(loader)
+        if progress_bar:
+            batches = tqdm(batches, "[Predicting]", length_hint(loader) or None)
+        for batch in batches:
+            if isinstance(batch, (torch.Tensor, Mapping)):
+                yield batch
+            else:
+                alone = isinstance(batch, (tuple, list)) and len(batch) == 1
+                yield batch[0] if alone else split_batch(batch, self.dict_key_y)[0]
+
+    def predictive_std(self, x: Inputs | Iterable[Any], **options: Any) -> torch.Tensor:
+        """Return the standard deviation of observations at x, with the noise.
+
+        For regression, in the shape of the output; x may be a loader, and options are
+        those of `predict`.
+        """
+        return self._observed(x, "predictive_std()", options)[1]
+
+    def interval(
+        self, x: Inputs | Iterable[Any], level: float = 0.95, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ends of central intervals that observations at x fall into.
+
+        For regression: each output lies between its two ends with probability `level`
+        under the predictive. Both have the shape of the output; x may be a loader, and
+        options are those of `predict`.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from laplace_ella import ELLALaplace
+        >>> data = TensorDataset(torch.randn(50, 2), torch.randn(50, 1))
+        >>> la = ELLALaplace(torch.nn.Linear(2, 1), "regression", sigma_noise=0.3)
+        >>> la.fit(DataLoader(data, batch_size=25))
+        >>> lower, upper = la.interval(torch.zeros(4, 2), level=0.9)
+        >>> bool((upper - lower > 2 * 1.6448 * 0.3).all())
+        True
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1, got {level!r}.")
+        mean, std = self._observed(x, "interval()", options)
+        half = std * torch.special.ndtri(torch.tensor((1 + level) / 2)).item()
+        return mean - half, mean + half
+
+    def _observed(
+        self, x: Any, what: str, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and standard deviation of observations, of regressions."""
+        if self.likelihood != Likelihood.REGRESSION:
+            raise ValueError(
+                f"{what} is for likelihood='regression', this one is "
+                f"{Likelihood(self.likelihood).value!r}. Use la(x), or "
+                "laplace_ella.decompose(la, x)."
+            )
+        options = {"device": None, "diagonal_output": True, **options}
+        mean, variance = self.predict(x, **options)
+        noise = self._sigma_noise.detach().square().to(mean)
+        if self._layout is OutputLayout.CHANNELS_FIRST:
+            noise = noise.reshape(-1, *[1] * (mean.ndim - 2))
+        return mean, (variance + noise).sqrt()
+
+    def predictive_moments(
+        self, x: Inputs, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and covariance of the outputs, of the logits for classification.
+
+        `(B, C)` and `(B, C, C)`, without noise; variances `(B, C)` if
+        `diagonal_output`, and `(B·C,)` and `(B·C, B·C)` over all inputs if `joint`.
+        """
+        with self._predicting() as predictor:
+            x = to_device(x, self._device)
+            return (
+                predictor.joint(x) if joint else predictor.marginal(x, diagonal_output)
+            )
+
+    def _glm_predictive_distribution(
+        self, X: Inputs, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # what laplace-torch's own methods and other libraries call
+        return self.predictive_moments(X, joint, diagonal_output)
 
     # Features
 
@@ -210,8 +376,8 @@ class PredictingLaplace(EllaBase):
         self,
         cache: FeatureCache,
         *,
-        link_approx: Link | str = DEFAULT_LINK,
-        n_samples: int = 100,
+        link_approx: Link | str | None = None,
+        n_samples: int = N_SAMPLES,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Any:
@@ -220,8 +386,8 @@ class PredictingLaplace(EllaBase):
         Try priors, noises, temperatures and links at the cost of K×K algebra. Of
         models with outputs at many positions, one row per position.
         """
-        link_approx = member(Link, "link_approx", link_approx)
-        self._check_link(link_approx)
+        link = self._link(link_approx)
+        self._check_link(link)
         positive_int("n_samples", n_samples)
         posterior, dtype = self.posterior, self.mean.dtype
         generator = self._generator(generator)
@@ -236,7 +402,7 @@ class PredictingLaplace(EllaBase):
                     parts.append((values.mean, variance()))
                     continue
                 probabilities = self._observation.probabilities(
-                    values, link_approx, n_samples, diagonal_output, generator
+                    values, link, n_samples, diagonal_output, generator
                 )
                 parts.append((probabilities,))
         found = tuple(torch.cat(p).to(dtype) for p in zip(*parts, strict=True))
@@ -273,7 +439,7 @@ class PredictingLaplace(EllaBase):
         self,
         x: torch.Tensor | MutableMapping[str, Any],
         pred_type: PredType | str = PredType.GLM,
-        n_samples: int = 100,
+        n_samples: int = N_SAMPLES,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         joint: bool = False,
@@ -304,7 +470,7 @@ class PredictingLaplace(EllaBase):
             generator = generator or self._own_stream()
             x = to_device(x, self._device)
             if pred_type == PredType.NN:
-                return self._network_samples(predictor, x, n_samples, generator)
+                return self._nn_functional_samples(x, n_samples, generator)
             if joint and not diagonal_output:
                 return predictor.joint_samples(x, n_samples, generator)
             return predictor.samples(x, n_samples, generator, diagonal_output, top)
@@ -313,7 +479,7 @@ class PredictingLaplace(EllaBase):
         self,
         x: torch.Tensor | MutableMapping[str, Any],
         pred_type: PredType | str = PredType.GLM,
-        n_samples: int = 100,
+        n_samples: int = N_SAMPLES,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         joint: bool = False,
@@ -332,7 +498,7 @@ class PredictingLaplace(EllaBase):
         return samples
 
     def sample(
-        self, n_samples: int = 100, generator: torch.Generator | None = None
+        self, n_samples: int = N_SAMPLES, generator: torch.Generator | None = None
     ) -> torch.Tensor:
         """Return weights from the posterior, `(n_samples, P)`."""
         posterior, mean = self.posterior, self.mean
@@ -345,68 +511,27 @@ class PredictingLaplace(EllaBase):
             outside = torch.randn(n_samples, posterior.n_params, **like)
         return (mean + posterior.sample_offsets(inside, outside)).to(mean.dtype)
 
-    def _network_samples(
-        self,
-        predictor: Predictor,
-        x: Any,
-        n_samples: int,
-        generator: torch.Generator | None,
-        **model_kwargs: Any,
-    ) -> torch.Tensor:
-        """Return outputs `(n_samples, B, ...)` of the network with sampled weights."""
-        samples = [
-            predictor.network_samples(x, self.sample(1, generator), **model_kwargs)
-            for _ in range(n_samples)  # a sample is as large as the model
-        ]
-        return torch.cat(samples)
-
-    # Names by which laplace-torch's own methods and clients call
-
-    def predictive(
-        self,
-        x: torch.Tensor | MutableMapping[str, Any],
-        pred_type: PredType | str = PredType.GLM,
-        link_approx: Link | str = DEFAULT_LINK,
-        n_samples: int = 100,
-    ) -> Any:
-        """Return `la(x, ...)`, by the name it had once."""
-        return self(
-            x, pred_type=pred_type, link_approx=link_approx, n_samples=n_samples
-        )
-
     def _nn_functional_samples(
         self,
         X: Any,
-        n_samples: int = 100,
+        n_samples: int = N_SAMPLES,
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor:
+        """Return outputs `(n_samples, B, ...)` of the network with sampled weights."""
+        generator = generator or self._own_stream()
         with self._predicting() as predictor:
             x = to_device(X, self._device)
-            return self._network_samples(
-                predictor, x, n_samples, generator or self._own_stream(), **model_kwargs
-            )
+            samples = [
+                predictor.network_samples(x, self.sample(1, generator), **model_kwargs)
+                for _ in range(n_samples)  # a sample is as large as the model
+            ]
+        return torch.cat(samples)
 
-    def _nn_predictive_samples(self, X: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        samples = self._nn_functional_samples(X, *args, **kwargs)
-        if self.likelihood == Likelihood.CLASSIFICATION:
-            return self._probabilities(samples)
-        return samples
-
-    def _nn_predictive_classification(
-        self, X: Any, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        samples = self._nn_functional_samples(X, *args, **kwargs)
-        return self._probabilities(samples).mean(0)
-
-    def _glm_predictive_distribution(
-        self, X: Any, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._predicting() as predictor:
-            x = to_device(X, self._device)
-            if joint:
-                return predictor.joint(x)
-            return predictor.marginal(x, diagonal_output)
+    def _probabilities(self, samples: torch.Tensor) -> torch.Tensor:
+        """Return the inverse link of samples of the outputs, `(n, B, ...)`."""
+        dim = class_dim(self._layout)
+        return self._observation.sampled_probabilities(samples, dim)
 
     def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
         """Return the output covariance `(B, C, C)` for Jacobians `(B, C, P)`."""

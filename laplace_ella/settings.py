@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from laplace_ella.derivatives.model_function import (
 from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, RowMode
 from laplace_ella.fitting.plan import check_plan
 from laplace_ella.posterior.complement import UNKNOWN_SPAN, Complement, EvidenceScope
-from laplace_ella.posterior.observation import Family
+from laplace_ella.posterior.observation import Family, Link
 from laplace_ella.support.batches import OutputLayout
 from laplace_ella.support.checks import check_positive, member, positive_int
 
@@ -94,15 +94,18 @@ def checked_complement(value: Any) -> Complement | float | None:
         ) from None
 
 
-def refuse_unknown(cls: type, names: Sequence[str], known: Sequence[str]) -> None:
+def refuse_unknown(cls: type, names: Iterable[str]) -> None:
     """Refuse keyword arguments that a class does not have, naming the nearest."""
+    inits = [inspect.signature(c.__init__) for c in cls.__mro__ if c is not object]
+    known = {p.name for init in inits for p in init.parameters.values()}
+    known = sorted(known - {"self", "args", "settings", "kwargs", "unknown"})
     options = [field.name for field in fields(ComputeOptions)]
-    for name in names:
+    for name in (name for name in names if name not in known):
         if name in options:
             remedy = f"Pass compute=ComputeOptions({name}=...)."
         else:
             near = difflib.get_close_matches(name, known, 1)
-            remedy = f"Did you mean {near[0]!r}?" if near else f"It has {list(known)}."
+            remedy = f"Did you mean {near[0]!r}?" if near else f"It has {known}."
         raise TypeError(f"{cls.__name__} has no argument {name!r}. {remedy}")
 
 
@@ -146,8 +149,7 @@ class EllaSettings(ParametricLaplace):
         distributed: bool | None = None,
         **unknown: Any,
     ) -> None:
-        known = inspect.signature(type(self)).parameters
-        refuse_unknown(type(self), list(unknown), [k for k in known if k != "unknown"])
+        refuse_unknown(type(self), unknown)
         refuse_sharded(model)
         compute = ComputeOptions() if compute is None else compute
         if not isinstance(compute, ComputeOptions):
@@ -177,6 +179,7 @@ class EllaSettings(ParametricLaplace):
         self.parameter_names = parameter_names
         self.fitted: Fit | None = None
         self._stream: torch.Generator | None = None
+        self._tuned_link: Link | None = None
         self._evidence = member(EvidenceScope, "evidence", evidence)
         self._complement = checked_complement(complement)
         check_plan(subsample_size, self.n_eigenvalues, seed, self._complement)
@@ -322,6 +325,16 @@ class EllaSettings(ParametricLaplace):
                     "out."
                 )
         self._top_outputs = n
+
+    @property
+    def link_approx(self) -> Link:
+        """Link of predictions that do not name one: the one that the last search on
+        validation data used, or 'probit'. May be set; None forgets the search."""
+        return self._tuned_link or Link.PROBIT
+
+    @link_approx.setter
+    def link_approx(self, link: Link | str | None) -> None:
+        self._tuned_link = None if link is None else member(Link, "link_approx", link)
 
     @property
     def complement(self) -> Complement | float | None:

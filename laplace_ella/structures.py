@@ -1,26 +1,24 @@
-"""Names of `hessian_structure` for settings, where only a name can be passed on.
+"""Names of `hessian_structure` that stand for settings.
 
 laplace-torch's `marglik_training`, and wrappers of other libraries, build their
-posterior themselves and hand no further arguments to it.
+posterior themselves and pass no further arguments to it.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 from laplace.baselaplace import BaseLaplace
 from laplace.utils.enums import HessianStructure
 
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.last_layer import ELLALLLaplace
+from laplace_ella.settings import refuse_unknown
 
 __all__ = ["register_structure"]
 
-#: Settings by name. Laplace finds classes by weak references: they are kept here.
 _SETTINGS: dict[str, dict[str, Any]] = {}
-_CLASSES: list[type] = []
-
 _TAKEN = {"nystrom", "ella", *(structure.value for structure in HessianStructure)}
 
 
@@ -33,7 +31,7 @@ def register_structure(name: str, **settings: Any) -> str:
         any that laplace-torch does not use itself; a name that was registered before
         has the new settings from now on
     **settings
-        keyword arguments of `ELLALaplace`, by name; those given to `Laplace` go first
+        keyword arguments of `ELLALaplace`; those given to `Laplace` go first
 
     Returns
     -------
@@ -61,43 +59,44 @@ def register_structure(name: str, **settings: Any) -> str:
         raise ValueError(
             f"name must be a text other than {sorted(_TAKEN)}, got {name!r}."
         )
-    known = set(inspect.signature(ELLALaplace).parameters)
-    known -= {"model", "likelihood", "unknown"}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        raise TypeError(
-            f"ELLALaplace has no settings called {unknown}; it has {sorted(known)}."
-        )
+    refuse_unknown(ELLALaplace, settings)
     if name not in _SETTINGS:
         _CLASSES.extend(_named(cls, name) for cls in (ELLALaplace, ELLALLLaplace))
-    _SETTINGS[name] = dict(settings)
+    _SETTINGS[name] = settings
     return name
 
 
-def _named(cls: type[ELLALaplace], name: str) -> type:
-    """Return a class that Laplace finds by the name, and that makes a `cls`."""
+def _named(base: type[ELLALaplace], name: str) -> type:
+    """Return a subclass that Laplace finds by the name."""
+    order = list(inspect.signature(base).parameters)
 
-    def build(_: type, *args: Any, **kwargs: Any) -> ELLALaplace:
-        given = inspect.signature(cls).bind_partial(*args, **kwargs).arguments
-        given |= given.pop("settings", {})
-        defaults = {k: v for k, v in _SETTINGS[name].items() if k not in given}
-        return cls(*args, **kwargs, **defaults)
+    class Named(base):
+        _key = (base._key[0], name)
 
-    namespace = {"_key": (cls._key[0], name), "__new__": build}
-    return type(f"{cls.__name__}_{name}", (cls,), namespace)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given = {*order[: len(args)], *kwargs}
+            settings = {k: v for k, v in _SETTINGS[name].items() if k not in given}
+            super().__init__(*args, **kwargs, **settings)
 
+        def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+            # Copies and pickles are of the class itself, which has all settings.
+            return object.__new__, (base,), self.__getstate__()
 
-class _Misnamed(BaseLaplace):
-    """What `hessian_structure="ella"` finds: an error with the right name."""
-
-    _key = ("all", "ella")
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError(
-            'hessian_structure="ella" is called "nystrom": Laplace(model, likelihood, '
-            f'"{self._key[0]}", "nystrom"), or laplace_ella.ELLALaplace.'
-        )
+    Named.__name__ = Named.__qualname__ = base.__name__  # the name that users know
+    return Named
 
 
-class _MisnamedLastLayer(_Misnamed):
-    _key = ("last_layer", "ella")
+def _misnamed(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(
+        'hessian_structure="ella" is called "nystrom": Laplace(model, likelihood, '
+        f'"{self._key[0]}", "nystrom"), or laplace_ella.{type(self).__name__}.'
+    )
+
+
+#: Laplace finds classes by weak references, so they are kept here.
+_CLASSES: list[type] = [
+    type(
+        cls.__name__, (BaseLaplace,), {"_key": (subset, "ella"), "__init__": _misnamed}
+    )
+    for subset, cls in (("all", ELLALaplace), ("last_layer", ELLALLLaplace))
+]

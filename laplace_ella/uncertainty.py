@@ -21,6 +21,7 @@ from laplace_ella import metrics
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.fitting.data import loader_batches
 from laplace_ella.posterior.observation import (
+    N_SAMPLES,
     SAMPLE_BUDGET,
     Family,
     FunctionValues,
@@ -60,7 +61,7 @@ class Uncertainty:
 def decompose(
     la: BaseLaplace,
     x: Any,
-    n_samples: int = 512,
+    n_samples: int = N_SAMPLES,
     generator: torch.Generator | None = None,
     progress_bar: bool = False,
 ) -> Uncertainty:
@@ -78,7 +79,7 @@ def decompose(
     x : torch.Tensor, MutableMapping or DataLoader
         B inputs, or a loader of batches `(inputs, targets)`, whose targets play no
         part
-    n_samples : int, default=512
+    n_samples : int, default=100
         S, drawn in chunks of bounded memory
     generator : torch.Generator, optional
         source of the samples; without it those of ELLA are made from `la.seed`, the

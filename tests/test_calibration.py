@@ -345,7 +345,7 @@ def test_sixteen_examples_that_are_all_right_change_nothing(digits, link):
     assert (chosen.softmax_temperature, chosen.temperature) == (1.4, 3.0)
     assert float(la.prior_precision) == chosen.prior_precision == 7.0
     assert loss(la, test, link) == before
-    assert chosen.loss == pytest.approx(loss(la, val, link, 512), rel=1e-4)
+    assert chosen.loss == pytest.approx(loss(la, val, link, 100), rel=1e-4)
 
 
 def test_few_examples_do_not_sharpen(digits):

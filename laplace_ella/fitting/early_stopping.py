@@ -17,8 +17,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella.fitting.data import training_data
+from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.support.checks import member, positive_int
-from laplace_ella.tuning.validation import DEFAULT_LINK, Link, check_loss
+from laplace_ella.tuning.validation import check_loss
 
 __all__ = ["EarlyStopping", "augmented_validation", "check_stopping"]
 
@@ -42,10 +43,11 @@ class EarlyStopping:
         as for `optimize_prior_precision`; the negative log likelihood by default
     maximize : bool, default=False
         whether larger values of `loss` are better
-    link_approx : Link or str, default="probit"
-        set it to the one you predict with; the paper's is 'mc'
-    n_samples : int, default=512
-        of the link 'mc', as in the paper
+    link_approx : Link or str, optional
+        of the predictions that are judged, by default the posterior's `link_approx`;
+        the paper's is 'mc'
+    n_samples : int, default=100
+        of the link 'mc'; the paper has 512
 
     Examples
     --------
@@ -63,8 +65,8 @@ class EarlyStopping:
     patience: int = 8
     loss: Any = None
     maximize: bool = False
-    link_approx: Link | str = DEFAULT_LINK
-    n_samples: int = 512
+    link_approx: Link | str | None = None
+    n_samples: int = N_SAMPLES
 
     def __post_init__(self) -> None:
         for name in ("every", "start", "patience", "n_samples"):
@@ -73,8 +75,9 @@ class EarlyStopping:
         if not (self.growth > 1 and math.isfinite(self.growth)):  # also refuses NaN
             raise ValueError(f"growth must exceed 1 and be finite, got {self.growth}.")
         check_loss(self.loss)
-        link = member(Link, "link_approx", self.link_approx)
-        object.__setattr__(self, "link_approx", link)
+        if self.link_approx is not None:
+            link = member(Link, "link_approx", self.link_approx)
+            object.__setattr__(self, "link_approx", link)
 
     def checkpoints(self) -> Iterator[int]:
         """Yield numbers of examples at which the posterior is evaluated, increasing."""

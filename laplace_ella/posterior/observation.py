@@ -29,6 +29,9 @@ __all__ = [
     "psd_root",
 ]
 
+#: Monte-Carlo samples where no number is given, as in laplace-torch.
+N_SAMPLES = 100
+
 #: Numbers that one chunk of Monte-Carlo samples may hold.
 SAMPLE_BUDGET = 2**24
 
@@ -237,7 +240,7 @@ def draw(
 def class_probabilities(
     f: FunctionValues,
     link: Link | str,
-    n_samples: int = 100,
+    n_samples: int = N_SAMPLES,
     diagonal_output: bool = False,
     generator: torch.Generator | None = None,
     family: Family = Family.CATEGORICAL,

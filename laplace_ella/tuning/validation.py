@@ -17,9 +17,6 @@ from laplace_ella.tuning.cache import FeatureCache
 
 Loss = torchmetrics.Metric | Callable[..., Any]
 
-#: Link where none is given, when tuning as when predicting.
-DEFAULT_LINK = Link.PROBIT
-
 
 def check_loss(loss: Any) -> None:
     """Refuse a loss that cannot be evaluated."""

@@ -1,0 +1,273 @@
+"""What practitioners reach for: loaders, intervals, moments, links, mistyped names."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from laplace import Laplace
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import laplace_ella
+from laplace_ella import ELLALaplace, ELLALLLaplace
+from laplace_ella.errors import LinkWarning
+from tests.cases import DictModel, make, mapping_loader, mlp
+from tests.fitting import assert_close, build, fit
+
+REGRESSION, CLASSIFICATION = "regression_3", "classification_mlp"
+
+
+# --- loaders -----------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    """Inputs and targets without a length."""
+
+    def __init__(self, *tensors):
+        self.tensors = tensors
+
+    def __iter__(self):
+        yield from zip(*self.tensors, strict=True)
+
+
+@pytest.mark.parametrize("name", [REGRESSION, CLASSIFICATION])
+def test_predict(name, capsys):
+    """Batch after batch what one call gives, with targets, without, and of streams."""
+    case = make(name)
+    la = fit(case)
+    expected = la(case.x)
+    state = torch.get_rng_state()
+    loaders = [
+        case.loader(5),
+        DataLoader(TensorDataset(case.x), batch_size=4),
+        DataLoader(case.x, batch_size=4),
+        DataLoader(Stream(case.x, case.y), batch_size=5),
+        case.x.split(3),
+        iter(case.x.split(3)),
+        case.x,
+    ]
+    for loader in loaders:
+        assert_close(la.predict(loader), expected)
+    la.predict(loaders[3], progress_bar=True)
+    la.predict(loaders[0], progress_bar=True)
+    assert "[Predicting]" in capsys.readouterr().err
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_predict_mappings_and_options():
+    """Mappings with labels or without, and the arguments of a call."""
+    case = make(CLASSIFICATION)
+    case.model = DictModel(case.model)
+    data = mapping_loader(case.x, case.y)
+    la = fit(case, loader=data)
+    batch = {"input_ids": case.x}
+    expected = la(batch, link_approx="bridge")
+    assert_close(la.predict(data, link_approx="bridge"), expected)
+    assert_close(la.predict([batch], link_approx="bridge"), expected)
+    on_meta = la.predict(data, device="meta")
+    assert on_meta.device.type == "meta"
+    assert la.predict(data, device=None).device == case.x.device
+
+
+def test_predict_draws_once():
+    """Batches have samples of their own, the same at every call."""
+    case = make(CLASSIFICATION)
+    la = fit(case)
+    same = [case.x[:1], case.x[:1]]
+    first = la.predict(same, link_approx="mc", n_samples=5)
+    assert not torch.equal(first[0], first[1])
+    assert torch.equal(first, la.predict(same, link_approx="mc", n_samples=5))
+    generator = torch.Generator().manual_seed(la.seed)
+    again = la.predict(same, link_approx="mc", n_samples=5, generator=generator)
+    assert torch.equal(first, again)
+
+
+def test_predict_refuses():
+    la = fit(make(REGRESSION))
+    x = make(REGRESSION).x
+    with pytest.raises(ValueError, match=r"joint=True.*la\(x, joint=True\)"):
+        la.predict([x], joint=True)
+    with pytest.raises(TypeError, match=r"Expected a DataLoader.*int"):
+        la.predict(3)
+    with pytest.raises(ValueError, match="no batch"):
+        la.predict([])
+    with pytest.raises(ValueError, match=r"\(inputs, targets\).*length 3"):
+        la.predict([(x, x, x)])
+
+
+# --- regression --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [0.4, torch.tensor([0.1, 0.5, 2.0])])
+def test_std_and_intervals(noise):
+    """Function and noise, each output with its own; the level is that of a Gaussian."""
+    case = make(REGRESSION)
+    case.kwargs = {"sigma_noise": noise}
+    la = fit(case)
+    mean, variance = la(case.x_test, diagonal_output=True)
+    std = (variance + la.sigma_noise.square()).sqrt()
+    assert_close(la.predictive_std(case.x_test), std)
+    assert_close(la.predictive_std(case.x_test.split(2), device="cpu"), std)
+    for level, z in ((0.95, 1.959963985), (0.5, 0.674489750)):
+        lower, upper = la.interval(case.x_test, level)
+        torch.testing.assert_close(lower, mean - z * std, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(upper, mean + z * std, rtol=1e-6, atol=1e-6)
+    for level in (0.0, 1.0, 95, math.nan):
+        with pytest.raises(ValueError, match="level must lie between 0 and 1"):
+            la.interval(case.x_test, level)
+    drawn = la.functional_samples(case.x_test[:1], n_samples=20_000)
+    drawn = drawn + torch.as_tensor(noise) * torch.randn_like(drawn)
+    lower, upper = la.interval(case.x_test[:1], 0.8)
+    inside = ((drawn >= lower) & (drawn <= upper)).double().mean()
+    assert float(inside) == pytest.approx(0.8, abs=0.02)
+
+
+def test_std_of_pixels():
+    """Of outputs (B, C, ...) every channel has its noise."""
+    model, x = nn.Conv2d(1, 2, 1).double(), torch.randn(6, 1, 2, 3).double()
+    noise = torch.tensor([0.1, 3.0])
+    la = ELLALaplace(
+        model, "regression", noise, output_layout="channels_first", n_eigenvalues=4
+    )
+    la.fit(DataLoader(TensorDataset(x, torch.randn(6, 2, 2, 3).double()), 3))
+    _, variance = la(x, diagonal_output=True)
+    expected = (variance + noise.double().square()[:, None, None]).sqrt()
+    assert_close(la.predictive_std(x), expected)
+
+
+def test_intervals_are_for_regression():
+    case = make(CLASSIFICATION)
+    for ask in (fit(case).interval, fit(case).predictive_std):
+        with pytest.raises(ValueError, match=r"for likelihood='regression'.*'classif"):
+            ask(case.x)
+
+
+@pytest.mark.parametrize("name", [REGRESSION, CLASSIFICATION])
+def test_moments(name):
+    """Mean and covariance of the outputs, as laplace-torch's ELLA names them."""
+    case = make(name)
+    la = fit(case, n_eigenvalues="exact", complement="prior")
+    full = Laplace(case.model, case.likelihood, "all", "full", **case.kwargs)
+    full.fit(case.loader())
+    for joint in (False, True):
+        expected = full._glm_predictive_distribution(case.x_test, joint=joint)
+        for found, theirs in zip(
+            la.predictive_moments(case.x_test, joint), expected, strict=True
+        ):
+            torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-5)
+    variances = la.predictive_moments(case.x_test, diagonal_output=True)[1]
+    covariance = la.predictive_moments(case.x_test)[1]
+    assert_close(variances, covariance.diagonal(dim1=1, dim2=2))
+
+
+# --- the link ----------------------------------------------------------------------
+
+SEARCHES = {
+    "calibration": lambda la, val, **o: la.optimize_calibration(val, **o),
+    "temperature": lambda la, val, **o: la.optimize_temperature(val, **o),
+    "prior": lambda la, val, **o: la.optimize_prior_precision(
+        method="gridsearch", val_loader=val, grid_size=5, **o
+    ),
+    "rank": lambda la, val, **o: la.optimize_rank("gridsearch", val, **o),
+    "stopping": lambda la, val, **o: la.fit(
+        val, val_loader=val, early_stopping=laplace_ella.EarlyStopping(**o)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::laplace_ella.errors.BorderWarning")
+@pytest.mark.filterwarnings("ignore::laplace_ella.errors.RankWarning")
+@pytest.mark.parametrize("search", SEARCHES)
+def test_the_link_that_was_tuned_for(search, tmp_path):
+    """It is the default of later predictions and searches; another one is a warning."""
+    case = make(CLASSIFICATION)
+    la = fit(case)
+    assert la.link_approx == "probit"
+    la(case.x, link_approx="mc")  # nothing was tuned: no warning
+    SEARCHES[search](la, case.loader(), link_approx="probit_centered")
+    assert la.link_approx == "probit_centered"
+    centred = la(case.x)
+    with pytest.warns(LinkWarning, match="'probit_centered'.*'mc'") as got:
+        sampled = la(case.x, link_approx="mc")
+    assert got[0].filename == __file__
+    assert not torch.allclose(centred, sampled)
+    cache = la.cache_features(case.loader())
+    assert_close(la.predict_from_cache(cache), centred)
+    SEARCHES[search](la, case.loader())  # judged by the same link
+    assert la.link_approx == "probit_centered"
+    la(case.x, "nn", n_samples=2)  # has one link, nothing to choose
+    loaded = build(case)
+    loaded.load_state_dict(la.state_dict())
+    assert loaded.link_approx == "probit_centered"
+    la.link_approx = "mc"
+    assert_close(la(case.x), la(case.x, link_approx="mc"))
+    la.link_approx = None
+    assert_close(la(case.x), la(case.x, link_approx="probit"))
+    with pytest.raises(ValueError, match=r"link_approx must be one of.*'soft'"):
+        la.link_approx = "soft"
+
+
+def test_links_of_regression_do_not_matter():
+    case = make(REGRESSION)
+    la = fit(case)
+    la.optimize_prior_precision(
+        method="gridsearch", val_loader=case.loader(), grid_size=3
+    )
+    la(case.x, link_approx="mc")
+    la.optimize_prior_precision()
+    assert la.link_approx == "probit"
+
+
+def test_one_default_number_of_samples():
+    """Searches draw as many samples as predictions do."""
+    import inspect
+
+    found = {}
+    for cls in (ELLALaplace, laplace_ella.EarlyStopping):
+        for name in (n for n in dir(cls) if not n.startswith("__") or n == "__call__"):
+            if callable(method := getattr(cls, name)):
+                found[name] = inspect.signature(method).parameters.get("n_samples")
+    found["decompose"] = inspect.signature(laplace_ella.decompose).parameters[
+        "n_samples"
+    ]
+    defaults = {p.default for p in found.values() if p is not None}
+    defaults.discard(inspect.Parameter.empty)
+    assert defaults == {100} == {laplace_ella.EarlyStopping().n_samples}
+
+
+# --- names -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("subset", "cls"), [("all", "ELLALaplace"), ("last_layer", "ELLALLLaplace")]
+)
+def test_typing_errors(subset, cls):
+    """The nearest valid name comes back, with the class that the user knows."""
+    model = mlp(3, 4, 2)
+    name = laplace_ella.register_structure("practical", n_eigenvalues=5)
+    with pytest.raises(ValueError, match=f'"nystrom"\\).*{cls}'):
+        Laplace(model, "classification", subset, "ella")
+    for structure in ("nystrom", name):
+        with pytest.raises(TypeError, match=f"^{cls} has no argument 'n_eigenvalue'"):
+            Laplace(model, "classification", subset, structure, n_eigenvalue=5)
+        with pytest.raises(TypeError, match=r"mean 'complement'\?"):
+            Laplace(model, "classification", subset, structure, complemnt="drop")
+        with pytest.raises(TypeError, match=f"^{cls}.*ComputeOptions\\(chunk_size="):
+            Laplace(model, "classification", subset, structure, chunk_size=5)
+        with pytest.raises(TypeError, match=r"It has .*'subsample_size'"):
+            Laplace(model, "classification", subset, structure, zzz=5)
+        la = Laplace(model, "classification", subset, structure)
+        with pytest.raises(AttributeError, match=f"This {cls} is not fitted"):
+            la(torch.randn(2, 3))
+        assert type(la).__name__ == cls
+        assert isinstance(la, (ELLALaplace, ELLALLLaplace))
+
+
+def test_import_gives_the_modules():
+    """`import laplace_ella` is enough for plots, scores and errors."""
+    assert laplace_ella.plotting.plot_regression
+    assert laplace_ella.metrics.nll
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LinkWarning)
+        fit(make(REGRESSION)).predictive_moments(make(REGRESSION).x)
