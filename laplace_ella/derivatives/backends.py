@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from laplace import curvature
 
-from laplace_ella.derivatives.jacobians import pull_back
+from laplace_ella.derivatives.jacobians import pull_back, rows_by_loop
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import RowMode
 from laplace_ella.errors import UnsupportedLayerError
 from laplace_ella.support.batches import Batch, has_values
+from laplace_ella.support.preserve import full_precision
 
 __all__ = ["BACKEND_OF", "Curvature", "Resolved", "check_rows", "resolve"]
 
@@ -184,32 +185,32 @@ def rows_by_backend(
     mode: RowMode,
     fn: ModelFunction,
     batch: Batch,
-    examples: torch.Tensor,
     cotangents: torch.Tensor,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Return cᵀJ(x) for `cotangents[m]` (O,) at example `examples[m]`, in `out` (m, P).
+    directions: torch.Tensor | None = None,
+    create_graph: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same as `rows_by_vmap`, from the Jacobians of laplace-torch.
 
-    The Jacobians are laplace-torch's. Its backends leave hooks and attributes on the
-    model that they work on, which is therefore a copy.
+    Its backends leave hooks and attributes on the model that they work on, which is
+    therefore a copy. What has to be differentiated in the inputs is left to autograd.
     """
+    if create_graph:
+        return rows_by_loop(fn, batch, cotangents, directions, create_graph)
     model = copy.deepcopy(fn.model).requires_grad_(True)
     model = model if fn.asked_dtype is None else model.to(fn.asked_dtype)
     model.output_size = cotangents.shape[-1]  # pyright: ignore[reportArgumentType]
     backend = getattr(curvature, BACKEND_OF[mode][0])(model, "classification")
-    few, position = examples.unique(return_inverse=True)
     with torch.enable_grad():
-        J = backend.jacobians(batch.take(few).inputs)[0].detach()  # (n, O, all)
+        J, f = (t.detach() for t in backend.jacobians(batch.inputs))  # (B, O, all)
     named = dict(model.named_parameters())
     sizes = [p.numel() for p in named.values()]
     if J.shape[-1] != sum(sizes):
         raise ValueError(f"got gradients of {J.shape[-1]} of {sum(sizes)} parameters")
     columns = dict(zip(named, J.split(sizes, dim=-1), strict=True))
-    pieces = out.split(fn.numels(), dim=-1)
-    for name, piece in zip(fn.names, pieces, strict=True):
-        its = columns[name][position].to(out)  # (m, O, p)
-        torch.sum(its * cotangents.unsqueeze(-1).to(out), dim=1, out=piece)
-    return out
+    J = torch.cat([columns[name] for name in fn.names], dim=-1).to(cotangents)
+    with full_precision(J.device):
+        rows = cotangents @ J
+        return f.to(J), rows if directions is None else rows @ directions.T
 
 
 def check_rows(mode: RowMode, fn: ModelFunction, batch: Batch, n_outputs: int) -> None:
@@ -219,17 +220,16 @@ def check_rows(mode: RowMode, fn: ModelFunction, batch: Batch, n_outputs: int) -
     give wrong numbers. Two rows in one pass, because with one a layer that confuses the
     examples goes unnoticed; every output is in both, so that no layer is left out.
     """
-    two = torch.tensor([0, batch.size - 1], device=fn.device)
+    two = batch.take(torch.tensor([0, batch.size - 1], device=fn.device))
     slope = torch.linspace(1, 2, n_outputs, device=fn.device, dtype=fn.dtype)
     combinations = torch.stack([slope, slope.flip(0) - 3 * slope])
-    actual = torch.empty(2, fn.n_params, dtype=fn.dtype, device=fn.device)
     layers = {
         name.rpartition(".")[0]: type(module).__name__
         for prefix, module in fn.model.named_modules()
         for name, _ in module.named_parameters(prefix, recurse=False)
     }
     try:
-        rows_by_backend(mode, fn, batch, two, combinations, actual)
+        _, rows = rows_by_backend(mode, fn, two, combinations.unsqueeze(1))
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
@@ -237,17 +237,17 @@ def check_rows(mode: RowMode, fn: ModelFunction, batch: Batch, n_outputs: int) -
         raise _unsupported(
             mode, f"one of the layers {among}", f"{type(error).__name__}: {error}"
         ) from error
-    if not has_values(actual):
+    if not has_values(rows):
         return
     # Both rows from one forward pass: one per example rounds differently, and a unit
     # close to its kink then has another derivative.
     each = torch.diag_embed(combinations.T).movedim(0, -1)  # (2, 2, O)
-    expected = pull_back(fn, batch.take(two).inputs, lambda _: each)[1]
+    gradients = [g.flatten(1).to(fn.dtype) for g in pull_back(fn, two.inputs, each)[1]]
     eps = max([torch.finfo(p.dtype).eps for p in fn.parameters()])
     tolerance = eps ** (1 / 3)  # far above rounding, far below a wrong gradient
-    least = NEGLIGIBLE * expected.norm(dim=1)
-    pieces = actual.split(fn.numels(), 1), expected.split(fn.numels(), 1)
-    for name, a, e in zip(fn.names, *pieces, strict=True):
+    least = NEGLIGIBLE * torch.cat(gradients, 1).norm(dim=1)
+    pieces = rows.squeeze(1).split(fn.numels(), 1)
+    for name, a, e in zip(fn.names, pieces, gradients, strict=True):
         # Not the other way round: a NaN is different.
         if not ((a - e).norm(dim=1) <= tolerance * (e.norm(dim=1) + least)).all():
             owner = name.rpartition(".")[0]

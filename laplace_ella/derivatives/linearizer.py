@@ -1,7 +1,7 @@
 """One linearisation of a model: rows of J(x) and features J(x)V, batch after batch.
 
-Models differ in which derivatives they support and which are fast. `linearize` finds
-out once, on the first batch; nothing changes afterwards.
+Models differ in which derivatives they support and which are fast. `Linearizer.decide`
+finds out once, on the first batch; nothing changes afterwards.
 
 Index legend: B batch, S positions, C outputs at each, c of them selected, O = S·C,
 P parameters, K rank.
@@ -9,6 +9,7 @@ P parameters, K rank.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,21 +18,32 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from laplace_ella.derivatives.complements import Metric, Span, split_gradients
+from laplace_ella.derivatives.backends import BACKEND_OF, check_rows, rows_by_backend
+from laplace_ella.derivatives.chunk_sizes import (
+    LIVE_RESULTS,
+    ExampleBytes,
+    PassCost,
+    pass_limit,
+    traced_outputs,
+)
+from laplace_ella.derivatives.complements import (
+    Metric,
+    Span,
+    accurate_product,
+    split_gradients,
+)
 from laplace_ella.derivatives.jacobians import (
-    Cotangents,
-    Features,
-    PassSizes,
-    fill_residuals,
+    features_by_double_vjp,
+    features_by_forward,
     largest,
-    unit_vectors,
+    one_hot,
+    rows_by_loop,
+    rows_by_vmap,
 )
 from laplace_ella.derivatives.model_function import ModelFunction, clearer_error
 from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, Modes, RowMode
-from laplace_ella.derivatives.trials import FEATURES, JACOBIANS, ROWS, choose_modes
+from laplace_ella.derivatives.trials import fastest
 from laplace_ella.errors import InsufficientMemoryError
 from laplace_ella.support.batches import (
     Batch,
@@ -39,18 +51,33 @@ from laplace_ella.support.batches import (
     Positions,
     check_outputs,
     chunks,
+    has_values,
 )
 from laplace_ella.support.memory import budget_of, human_bytes, parse_bytes
 from laplace_ella.support.preserve import (
     autocast_enabled,
     differentiable_kernels,
-    full_precision,
 )
 
-__all__ = ["ExampleBytes", "Linearizer", "linearize"]
+__all__ = ["ExampleBytes", "Features", "Linearizer", "linearize"]
 
-#: Directions that are fetched at once from another device.
-OFFLOADED_BLOCK = 8
+logger = logging.getLogger("laplace_ella")
+
+#: The ways by their modes; features in reverse mode are rows times V.
+ROWS = {
+    RowMode.VMAP: rows_by_vmap,
+    RowMode.LOOP: rows_by_loop,
+    RowMode.BACKPACK: partial(rows_by_backend, RowMode.BACKPACK),
+    RowMode.ASDL: partial(rows_by_backend, RowMode.ASDL),
+}
+FEATURES = {
+    FeatureMode.FORWARD: features_by_forward,
+    FeatureMode.DOUBLE_REVERSE: features_by_double_vjp,
+}
+
+#: Examples of a trial at least, since a first batch may be smaller than those to come;
+#: examples of a way that takes them one by one; and directions at most.
+FEWEST_EXAMPLES, FEW_EXAMPLES, MOST_DIRECTIONS = 16, 2, 256
 
 #: How much cheaper reverse mode must be for a few of the outputs, where features of all
 #: are better taken in another way.
@@ -58,33 +85,40 @@ CLEAR_RATIO = 3.0
 
 
 @dataclass(frozen=True)
-class ExampleBytes:
-    """Bytes of the largest and of all intermediate results of one example of the first
-    batch, and how many numbers its inputs have."""
+class Features:
+    """Outputs and features of B inputs at S positions each, as rows.
 
-    largest: int
-    total: int
-    elements: int
+    Attributes
+    ----------
+    f : torch.Tensor
+        outputs `(B·S, C)`
+    phi : torch.Tensor
+        J(x)V, or J(x)D⁻¹V where the prior's metric was asked for, `(B·S, c, K)`
+    positions : Positions
+        of these inputs, to restore the model's shapes
+    residual : torch.Tensor, optional
+        the part of JD⁻¹Jᵀ outside the basis at each position, `(B·S, c, c)`; see
+        `split_gradients`
+    outside_span : torch.Tensor, optional
+        the part of JJᵀ outside a span of gradients, `(B·S, L, c, c)` at each of its
+        levels, see `Span`
+    outputs : torch.Tensor, optional
+        `(B·S, c)`, where features and residuals are of c of the C outputs: which ones
+    """
 
+    f: torch.Tensor
+    phi: torch.Tensor
+    positions: Positions
+    residual: torch.Tensor | None = None
+    outside_span: torch.Tensor | None = None
+    outputs: torch.Tensor | None = None
 
-class _Allocations(TorchDispatchMode):
-    """Count bytes of the largest and of all tensors that operators return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        # Views are of something that was counted, or of weights; clones are mostly the
-        # copies of buffers that `ModelFunction` makes.
-        if not func.is_view and func is not torch.ops.aten.clone.default:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, torch.Tensor):
-                    size = leaf.numel() * leaf.element_size()
-                    self.total += size
-                    self.largest = max(self.largest, size)
-        return result
+    def is_finite(self) -> torch.Tensor:
+        """Return whether no number is NaN or infinite, without waiting for the
+        device."""
+        tensors = (self.f, self.phi, self.residual, self.outside_span)
+        flags = [torch.isfinite(t).all() for t in tensors if t is not None]
+        return torch.stack(flags).all()
 
 
 @dataclass(frozen=True)
@@ -136,30 +170,50 @@ class Linearizer:
 
     def in_dtype(self, dtype: torch.dtype) -> Linearizer:
         """Return the same model and choice of modes, computed in another precision."""
-        if dtype == self.dtype:
-            return self
-        own, factor = self.example_bytes, dtype.itemsize / self.dtype.itemsize
-        scaled = replace(
-            own, largest=int(factor * own.largest), total=int(factor * own.total)
-        )
+        factor = dtype.itemsize / self.dtype.itemsize
         fn = ModelFunction(self.fn.model, self.fn.names, dtype)
-        return replace(self, fn=fn, example_bytes=scaled)
+        return replace(self, fn=fn, example_bytes=self.example_bytes.scaled(factor))
 
-    # Outputs
+    # Inputs and outputs
 
     def outputs(self, x: Any) -> tuple[torch.Tensor, Positions]:
         """Return outputs `(B·S, C)` by plain forward passes, and their positions."""
-        batch = Batch.of(x, self.dict_key_x)
-        positions, parts = self._positions(batch), []
-        for part in chunks(batch.size, self._sizes(batch).plain()):
-            parts.append(self._run(batch.take(part)).flatten(1).to(self.dtype))
-        f = torch.cat(parts) if parts else self._new(0, positions.n_values)
+        batch = self._batch(x)
+        positions, at_once = self._positions(batch), self._sizes(batch, None, 1)[0]
+        f = self._new(batch.size, positions.n_values)
+        for part in chunks(batch.size, at_once):
+            f[part] = self._run(batch.take(part)).flatten(1)
         return positions.rows(f), positions
 
     def n_values(self, x: Any) -> int:
         """Return how many outputs all examples of x have together, B·O."""
-        batch = Batch.of(x, self.dict_key_x)
+        batch = self._batch(x)
         return batch.size * self._positions(batch).n_values
+
+    def parts(self, x: Any, numbers_per_output: int) -> Iterator[Any]:
+        """Yield x in parts whose results fit the budget: so many numbers for each
+        output, in double precision."""
+        batch = Batch.of(x, self.dict_key_x)
+        numbers = self._positions(batch).n_values * max(1, numbers_per_output)
+        at_once = pass_limit(self.device, self._budget) // (8 * numbers)
+        if at_once >= batch.size:
+            yield x
+        else:
+            for part in chunks(batch.size, at_once):
+                yield batch.take(part).inputs
+
+    def _batch(self, x: Any) -> Batch:
+        """Return the inputs as examples, in memory as the weights want them.
+
+        Images that were turned from (H, W, C) keep their order in memory, and with it
+        all activations; ResNet-20's features in reverse mode take a fifth longer.
+        """
+        batch = Batch.of(x, self.dict_key_x)
+        weights = (p for p in self.fn.model.parameters() if p.ndim > 3)
+        if not all(p.is_contiguous() for p in weights):
+            return batch
+        ordered = [leaf.contiguous() for leaf in batch.leaves]
+        return replace(batch, inputs=batch.with_leaves(ordered))
 
     def _run(self, batch: Batch) -> torch.Tensor:
         """Return the model's output in its natural shape, checked."""
@@ -167,7 +221,8 @@ class Linearizer:
             f = self.fn(self.fn.parameters(), batch.inputs)
             return check_outputs(f, self.layout, batch.size)
         except Exception as error:
-            better = clearer_error(self.fn.model, batch, error, self.example_shapes)
+            fn, known = self.fn, self.example_shapes
+            better = clearer_error(fn.model, batch.inputs, error, known)
             if better is None:
                 raise
             raise better from error
@@ -187,55 +242,52 @@ class Linearizer:
 
     # Sizes of passes
 
-    def parts(self, x: Any, numbers_per_output: int) -> Iterator[Any]:
-        """Yield x in parts whose results fit the budget, so many numbers for each
-        output."""
-        batch = Batch.of(x, self.dict_key_x)
-        numbers = self._positions(batch).n_values * max(1, numbers_per_output)
-        at_once = self._sizes(batch).limit // (numbers * self.dtype.itemsize)
-        if at_once >= batch.size:
-            yield x
-        else:
-            for part in chunks(batch.size, at_once):
-                yield batch.take(part).inputs
-
-    def pass_bytes(self, rank: int, n_rows: int | None = None) -> int:
-        """Return bytes of the largest pass of a fit with K directions, and of its
-        results."""
-        sizes, (examples, tangents) = self._sizes(), self._sizes().forward(rank)
-        rows = min(sizes.reverse()[0], n_rows or 2**31) * sizes.reverse_bytes()
-        numbers = examples * math.prod(self.output_shape) * rank
-        results = min(numbers * self.dtype.itemsize, sizes.limit)
-        return max(rows, examples * sizes.forward_bytes(tangents) + results)
-
-    def _sizes(self, batch: Batch | None = None) -> PassSizes:
-        """Return the sizes of passes; activations are in proportion to what the inputs
-        have of numbers."""
-        own, factor = self.example_bytes, 1.0
-        if batch is not None and batch.size:
-            factor = batch.elements / own.elements
+    @property
+    def _budget(self) -> int | None:
         budget = self.options.memory_budget
-        return PassSizes(
-            self.n_params,
-            self.dtype.itemsize,
-            max(1, int(factor * own.largest)),
-            int(factor * own.total),
-            "cuda" if self.device.type == "cuda" else "cpu",
-            self.options.chunk_size,
-            None if budget is None else parse_bytes(budget),
-        )
+        return None if budget is None else parse_bytes(budget)
+
+    def _cost(self, mode: FeatureMode | RowMode | None, own: ExampleBytes) -> PassCost:
+        """Return what a pass of a way takes; of outputs alone if it is None."""
+        row = self.n_params * self.dtype.itemsize
+        if mode is None:
+            return PassCost(LIVE_RESULTS * own.largest)
+        if mode is FeatureMode.FORWARD:
+            return PassCost(LIVE_RESULTS * own.largest, LIVE_RESULTS * own.largest, row)
+        if mode is FeatureMode.DOUBLE_REVERSE:
+            return PassCost(LIVE_RESULTS * own.total, shared=row)
+        # Each row has a gradient and a copy, and its way back through the layers.
+        return PassCost(2 * own.total, 2 * (row + own.largest))
+
+    def _sizes(
+        self, batch: Batch, mode: FeatureMode | RowMode | None, n_vectors: int
+    ) -> tuple[int, int]:
+        """Return how many examples, with how many vectors each, make one pass;
+        activations are in proportion to what the inputs have of numbers."""
+        own, budget = self.example_bytes, self._budget
+        factor = _elements(batch) / own.elements if batch.size else 1.0
+        cost, wanted = self._cost(mode, own.scaled(factor)), n_vectors
+        if mode in BACKEND_OF:  # which give the rows of all outputs
+            wanted = self._positions(batch).n_values
+        examples, vectors = cost.sizes(wanted, self.device, budget)
+        if isinstance(mode, RowMode) and vectors < wanted:
+            return 1, n_vectors if mode in BACKEND_OF else vectors
+        return self.options.chunk_size or examples, min(vectors, n_vectors)
+
+    def pass_bytes(self, rank: int, n_rows: int) -> int:
+        """Return bytes of the largest pass of a fit with K directions and so many
+        gradients, and of its results."""
+        limit = pass_limit(self.device, self._budget)
+        needed = []
+        for mode, n_vectors in ((RowMode.VMAP, 1), (FeatureMode.FORWARD, rank)):
+            cost = self._cost(mode, self.example_bytes)
+            b, v = cost.sizes(n_vectors, self.device, self._budget)
+            b = min(self.options.chunk_size or b, n_rows)
+            numbers = b * math.prod(self.output_shape) * n_vectors
+            needed.append(cost.bytes(b, v) + min(8 * numbers, limit))
+        return max(needed)
 
     # Rows of the Jacobian
-
-    def rows(
-        self, x: Any, examples: torch.Tensor, outputs: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the gradients (m, P) that `row_parts` yields."""
-        rows, start = self._new(len(examples), self.n_params), 0
-        for part in self.row_parts(x, examples, outputs):
-            rows[start : start + len(part)] = part
-            start += len(part)
-        return rows
 
     def row_parts(
         self,
@@ -247,56 +299,45 @@ class Linearizer:
         """Yield gradients (m', P) of output `outputs[m]` of example `examples[m]` of x,
         as many as fit into one pass and at most so many.
 
-        Each part is there only until the next one is asked for. `outputs` holds numbers
-        (m,) of outputs in the model's order, or combinations (m, O) of them.
+        `outputs` holds numbers (m,) of outputs in the model's order, or combinations
+        (m, O) of them. Where every example has equally many rows, which stand together,
+        these share a forward pass.
         """
         if not len(examples):
             return
-        batch = self._ordered(Batch.of(x, self.dict_key_x)).detach()
-        ready = self._decided(batch)
-        n_outputs = self._positions(batch).n_values
-        mode, own = ready.modes.rows, None
-        assert mode is not None
-        n_rows = 1 if mode in (RowMode.VMAP, RowMode.LOOP) else n_outputs
-        at_once, _ = self._sizes(batch).reverse(n_rows)
-        at_once = min(at_once, at_most or at_once, len(examples))
-        numbers = torch.arange(n_outputs, device=self.device)
+        batch = _detached(self._batch(x))
+        ready, n_values = self._decided(batch), self._positions(batch).n_values
+        assert ready.modes.rows is not None
+        n = _rows_per_example(examples)
+        at_once, together = self._sizes(batch, ready.modes.rows, n)
+        at_once = min(at_once, (at_most or len(examples)) // n)
+        if together < n or not at_once:
+            n, at_once = 1, self._sizes(batch, ready.modes.rows, 1)[0]
+            at_once = min(at_once, at_most or at_once)
+        examples = examples.to(self.device)[::n]
+        outputs = outputs.to(self.device).unflatten(0, (-1, n))
         for part in chunks(len(examples), at_once):
-            cotangents = outputs[part].to(self.device)
-            if outputs.ndim == 1:
-                cotangents = (cotangents.unsqueeze(1) == numbers).to(self.dtype)
-            own = self._new(at_once, self.n_params) if own is None else own
-            out, few = own[: len(cotangents)], examples[part].to(self.device)
+            cotangents = self._cotangents(outputs[part], n_values)
+            some = batch.take(examples[part])
             with differentiable_kernels():
-                yield ROWS[mode](self.fn, batch, few, cotangents, out)
+                yield ROWS[ready.modes.rows](self.fn, some, cotangents)[1].flatten(0, 1)
+
+    def rows(
+        self, x: Any, examples: torch.Tensor, outputs: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradients (m, P) that `row_parts` yields."""
+        return torch.cat(
+            [self._new(0, self.n_params), *self.row_parts(x, examples, outputs)]
+        )
 
     def project(
         self, x: Any, cotangents: torch.Tensor, directions: torch.Tensor
     ) -> torch.Tensor:
         """Return cᵀJ(x)V (B, n, K) for n cotangents per example (B, n, O), without
         keeping the gradients."""
-        B, n, _ = cotangents.shape
-        examples = torch.arange(B, device=cotangents.device).repeat_interleave(n)
-        V, start = directions.to(self.device, self.dtype), 0  # once, not per chunk
-        phi = self._new(B * n, len(directions))
-        for rows in self.row_parts(x, examples, cotangents.flatten(0, 1)):
-            with full_precision(self.device):
-                phi[start : start + len(rows)] = rows @ V.T
-            start += len(rows)
-        return phi.unflatten(0, (B, n))
-
-    def _ordered(self, batch: Batch) -> Batch:
-        """Return the same inputs, in memory as the weights want them.
-
-        Images that were turned from (H, W, C) keep their order in memory, and with it
-        all activations; ResNet-20's features in reverse mode take a fifth longer.
-        """
-        for p in self.fn.model.parameters():
-            if p.ndim > 3 and not p.is_contiguous():
-                return batch
-        return batch.contiguous()
-
-    # Jacobians and features
+        batch = _detached(self._batch(x))
+        directions = directions.to(self.device, self.dtype)
+        return self._decided(batch)._reverse(batch, cotangents, directions)[1]
 
     def jacobian(
         self, x: Any, create_graph: bool = False
@@ -306,14 +347,48 @@ class Linearizer:
         The result has B·O·P numbers; the passes that make it are bounded.
         """
         create_graph = create_graph and torch.is_grad_enabled()
-        batch = Batch.of(x, self.dict_key_x)
+        batch = self._batch(x)
         ready, positions = self._decided(batch), self._positions(batch)
+        n = positions.n_values
         self._check_result(
-            f"Jacobians of {batch.size} examples",
-            batch.size * positions.n_values * self.n_params,
+            f"Jacobians of {batch.size} examples", batch.size * n * self.n_params
         )
-        f, J = ready._reverse(batch, positions, None, None, create_graph)
+        numbers = torch.arange(n, device=self.device).expand(batch.size, n)
+        f, J = ready._reverse(batch, numbers, None, create_graph)
         return f, J, positions
+
+    def _cotangents(self, outputs: torch.Tensor, n_values: int) -> torch.Tensor:
+        """Return combinations (b, n, O) as they are, numbers (b, n) as unit vectors."""
+        if outputs.ndim == 3:
+            return outputs
+        return one_hot(outputs, n_values, self.dtype)
+
+    def _reverse(
+        self,
+        batch: Batch,
+        outputs: torch.Tensor,
+        directions: torch.Tensor | None,
+        create_graph: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all outputs (B, O), and rows (B, n, P) or their products with V
+        (B, n, K) of outputs given by numbers (B, n) or combinations (B, n, O)."""
+        n, n_values = outputs.shape[1], self._positions(batch).n_values
+        way = ROWS[self.modes.rows or RowMode.LOOP]
+        f = self._new(batch.size, n_values)
+        width = self.n_params if directions is None else len(directions)
+        result = self._new(batch.size, n, width)
+        at_once, together = self._sizes(batch, self.modes.rows or RowMode.LOOP, n)
+        with differentiable_kernels():
+            for part in chunks(batch.size, at_once):
+                some = batch.take(part)
+                for block in chunks(n, together):
+                    cotangents = self._cotangents(outputs[part, block], n_values)
+                    f[part], result[part, block] = way(
+                        self.fn, some, cotangents, directions, create_graph
+                    )
+        return f, result
+
+    # Features
 
     def features(
         self,
@@ -325,25 +400,39 @@ class Linearizer:
         """Return outputs and features J(x)V for directions Vᵀ (K, P); with `top`,
         features of so many outputs at each position, the largest ones."""
         create_graph = create_graph and torch.is_grad_enabled()
-        batch, K = Batch.of(x, self.dict_key_x), len(directions)
+        batch, K = self._batch(x), len(directions)
         ready, positions = self._decided(batch, K), self._positions(batch)
         top = None if top is None or top >= positions.n_channels else top
-        mode, few = ready.modes.features, positions.n_positions * (top or 0)
-        if top is not None and CLEAR_RATIO * (2 * few + 1) < 2 * K + 1:
+        n, mode = positions.n_positions * (top or 0), ready.modes.features
+        if top is not None and CLEAR_RATIO * (2 * n + 1) < 2 * K + 1:
             mode = FeatureMode.REVERSE  # it was decided for all outputs
         if mode is FeatureMode.REVERSE or not batch.size:
-            f, phi = ready._reverse(batch, positions, top, directions, create_graph)
-        else:
-            f, phi = ready._forward(batch, positions, directions, create_graph)
-        f = positions.rows(f)
-        if top is None:
-            return Features(f, positions.rows(phi), positions)
-        outputs = largest(f, top)
-        if mode is FeatureMode.REVERSE or not batch.size:
-            phi = phi.unflatten(1, (-1, top)).flatten(0, 1)
-        else:  # the other ways have the features of all outputs anyhow
-            phi = positions.rows(phi).take_along_dim(outputs.unsqueeze(-1), 1)
+            numbers, outputs = self._selected(batch, positions, top)
+            V = directions.to(self.device, self.dtype)
+            f, phi = ready._reverse(batch, numbers.flatten(1), V, create_graph)
+            phi = phi.unflatten(1, numbers.shape[1:]).flatten(0, 1)
+            return Features(positions.rows(f), phi, positions, outputs=outputs)
+        f, phi = ready._forward(batch, positions, directions, create_graph)
+        f, phi, outputs = positions.rows(f), positions.rows(phi), None
+        if top is not None:
+            outputs = largest(f, top)
+            phi = phi.take_along_dim(outputs.unsqueeze(-1), 1)
         return Features(f, phi, positions, outputs=outputs)
+
+    def _selected(
+        self, batch: Batch, positions: Positions, top: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the numbers (B, S, c) of the outputs at each position in the model's
+        order; the `top` largest ones, which are c of the C at (B·S, c), or all."""
+        n = positions.n_values
+        numbers = torch.arange(n, device=self.device).expand(batch.size, n)
+        shape = (batch.size, positions.n_positions)
+        numbers = positions.rows(numbers).unflatten(0, shape)
+        if top is None or top >= positions.n_channels:
+            return numbers, None
+        with torch.no_grad():
+            outputs = largest(self.outputs(batch.inputs)[0], top)
+        return numbers.gather(2, outputs.unflatten(0, shape)), outputs
 
     def _forward(
         self,
@@ -354,70 +443,19 @@ class Linearizer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs (B, O) and features (B, O, K), tangents and examples in as
         many passes as it takes."""
-        assert self.modes.features is not None
-        together, K = self.modes.together, len(directions)
-        way = FEATURES[self.modes.features, together]
-        at_once, tangents = self._sizes(batch).forward(K)
-        if self.modes.features is not FeatureMode.FORWARD or not together:
-            at_once, _ = self._sizes(batch).forward(1)
-        if directions.device != self.device:
-            tangents = OFFLOADED_BLOCK
+        mode, K = self.modes.features, len(directions)
+        assert mode is not None
+        at_once, together = self._sizes(batch, mode, K)
         f = self._new(batch.size, positions.n_values)
         phi = self._new(batch.size, positions.n_values, K)
         with differentiable_kernels():
-            for block in chunks(K, tangents):
+            for block in chunks(K, together):
                 V = directions[block].to(self.device, self.dtype)
-                pieces = self.fn.split(V)
                 for part in chunks(batch.size, at_once):
-                    some = batch.take(part)
-                    f[part], phi[part, :, block] = way(
-                        self.fn, some, pieces, create_graph
+                    f[part], phi[part, :, block] = FEATURES[mode](
+                        self.fn, batch.take(part), V, create_graph
                     )
         return f, phi
-
-    def _reverse(
-        self,
-        batch: Batch,
-        positions: Positions,
-        top: int | None,
-        directions: torch.Tensor | None,
-        create_graph: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs (B, O), and rows (B, o, P) or features (B, o, K) of all
-        outputs, or of the `top` ones position by position."""
-        assert self.modes.jacobians is not None
-        n = positions.n_positions * (top or positions.n_channels)
-        tangents, width = None, self.n_params
-        if directions is not None:
-            tangents = self.fn.split(directions.to(self.device, self.dtype))
-            width = len(directions)
-        f = self._new(batch.size, positions.n_values)
-        result = self._new(batch.size, n, width)
-        at_once, outputs = self._sizes(batch).reverse(n)
-        way, numbers = JACOBIANS[self.modes.jacobians], torch.arange(n)
-        with differentiable_kernels():
-            for part in chunks(batch.size, at_once):
-                some = self._ordered(batch.take(part))
-                for block in chunks(n, outputs):
-                    units = self._units(numbers[block], positions, top)
-                    f[part], result[part, block] = way(
-                        self.fn, some, units, tangents, create_graph
-                    )
-        return f, result
-
-    def _units(
-        self, numbers: torch.Tensor, positions: Positions, top: int | None
-    ) -> Cotangents:
-        """Return what makes cotangents that select the outputs of these numbers."""
-        return partial(
-            unit_vectors,
-            numbers=numbers.to(self.device),
-            positions=positions,
-            top=top,
-            dtype=self.dtype,
-        )
-
-    # Features and residuals
 
     def features_and_residual(
         self,
@@ -444,52 +482,61 @@ class Linearizer:
             of so many outputs at each position only, the largest ones
         """
         create_graph = create_graph and torch.is_grad_enabled()
-        batch = Batch.of(x, self.dict_key_x)
+        batch = self._batch(x)
         ready, positions = self._decided(batch), self._positions(batch)
-        top = None if top is None or top >= positions.n_channels else top
-        S, c, K = positions.n_positions, top or positions.n_channels, len(directions)
+        c = min(top or positions.n_channels, positions.n_channels)
+        B, S = batch.size, positions.n_positions
         self._check_result(
-            f"The residuals (C, C) of C={c} outputs at {batch.size * S} positions",
-            batch.size * S * c * c,
+            f"The residuals (C, C) of C={c} outputs at {B * S} positions", B * S * c * c
         )
-        directions = directions.to(self.device, self.dtype)  # once, not per chunk
+        numbers, outputs = self._selected(batch, positions, top)
         split = partial(
-            split_gradients, directions=directions, metric=metric, span=span
+            split_gradients,
+            directions=directions.to(self.device, self.dtype),  # once, not per chunk
+            metric=metric,
+            span=span,
         )
-        n_levels = 0 if span is None else len(span.ranks)
-        f = self._new(batch.size, positions.n_values)
-        phi = self._new(batch.size * S, c, K)
-        products = self._new(1 + n_levels, batch.size * S, c, c)
-        numbers = torch.arange(S * c).unflatten(0, (S, c))
-        if top is None:
-            numbers = positions.rows(torch.arange(S * c).unsqueeze(0))
-        at_once, outputs = self._sizes(batch).reverse(S * c)
-        assert ready.modes.jacobians is not None
-        way = JACOBIANS[ready.modes.jacobians]
-        with differentiable_kernels():
-            for part in chunks(batch.size, at_once):
-                some = self._ordered(batch.take(part))
+        n_rests = 1 if span is None else 1 + len(span.ranks)
+        f = self._new(B, positions.n_values)
+        phi = self._new(B, S, c, len(directions))
+        products = self._new(n_rests, B, S, c, c)
+        # Where not even the rows of one position fit, two blocks of its outputs are in
+        # memory at a time.
+        at_once, together = self._sizes(batch, ready.modes.rows or RowMode.LOOP, S * c)
+        n_positions = max(1, together // c)
+        n_outputs = c if together >= c else max(1, together // 2)
+        for part in chunks(B, at_once):
+            some = batch.take(part)
+            for at in chunks(S, n_positions):
 
-                def rows_of(
-                    numbers: torch.Tensor, some: Batch = some, part: slice = part
-                ) -> torch.Tensor:
-                    """Return rows (b, o, P) of some outputs, and keep f."""
-                    units = self._units(numbers, positions, top)
-                    f[part], J = way(self.fn, some, units, None, create_graph)
-                    return J
+                def rests_of(
+                    block: slice, some: Batch = some, part: slice = part, at: slice = at
+                ) -> list[torch.Tensor]:
+                    chosen = numbers[part, at, block]
+                    f[part], J = ready._reverse(
+                        some, chosen.flatten(1), None, create_graph
+                    )
+                    J = J.unflatten(1, chosen.shape[1:])
+                    phi[part, at, block], *rests = split(J)
+                    return rests
 
-                at = slice(part.start * S, part.stop * S)
-                fill_residuals(
-                    rows_of, split, numbers, outputs, phi[at], products[:, at]
-                )
-        f = positions.rows(f)
+                for i in chunks(c, n_outputs):
+                    lefts = rests_of(i)
+                    for j in chunks(i.stop, n_outputs):
+                        rights = lefts if j == i else rests_of(j)
+                        pairs = zip(products, lefts, rights, strict=True)
+                        for product, left, right in pairs:
+                            tile = accurate_product(left, right)
+                            product[part, at, i, j] = tile
+                            product[part, at, j, i] = tile.mT
+        products = products.flatten(1, 2)
         return Features(
-            f,
-            phi,
+            positions.rows(f),
+            phi.flatten(0, 1),
             positions,
             products[0],
-            products[1:].transpose(0, 1) if n_levels else None,
-            None if top is None else largest(f, top),
+            None if span is None else products[1:].transpose(0, 1),
+            outputs,
         )
 
     def _check_result(self, what: str, numbers: int) -> None:
@@ -510,7 +557,7 @@ class Linearizer:
     def _decided(self, batch: Batch, rank: int = 1) -> Linearizer:
         """Return this linearizer; where nothing was decided, or not in this precision,
         one that has decided on these inputs."""
-        decided = self.modes.features is not None and self.modes.jacobians is not None
+        decided = self.modes.features is not None and self.modes.rows is not None
         if not batch.size or (
             decided and self.autocast == autocast_enabled(self.device)
         ):
@@ -519,10 +566,73 @@ class Linearizer:
 
     def decide(self, x: Any, rank: int) -> Linearizer:
         """Return the same with the fastest modes for K directions, tried on x."""
-        batch = self._ordered(Batch.of(x, self.dict_key_x)).detach()
-        n_outputs, sizes = self._positions(batch).n_values, self._sizes(batch)
-        modes = choose_modes(self.fn, sizes, batch, n_outputs, self.options, rank)
-        return replace(self, modes=modes, autocast=autocast_enabled(self.device))
+        batch = _detached(self._batch(x))
+        n_values, options = self._positions(batch).n_values, self.options
+        size = max(batch.size, FEWEST_EXAMPLES)
+        batch = batch.take(torch.arange(size, device=self.device) % batch.size)
+        # The values of the directions do not matter: one for all takes no memory.
+        rank = min(rank, MOST_DIRECTIONS)
+        directions = self.fn.flat().to(self.dtype).expand(rank, -1)
+
+        def rows(
+            mode: RowMode, n: int = 1, directions: torch.Tensor | None = None
+        ) -> float:
+            """Differentiate in one pass n outputs of as many examples as fit."""
+            examples, together = self._sizes(batch, mode, n)
+            examples = FEW_EXAMPLES if mode is RowMode.LOOP else min(examples, size)
+            numbers = torch.arange(together, device=self.device)
+            units = one_hot(numbers.expand(examples, -1), n_values, self.dtype)
+            ROWS[mode](self.fn, batch.take(slice(0, examples)), units, directions)
+            return examples * (together + 1) / (n + 1)
+
+        def features(mode: FeatureMode) -> float:
+            examples, together = self._sizes(batch, mode, rank)
+            some, V = batch.take(slice(0, examples)), directions[:together]
+            FEATURES[mode](self.fn, some, V)
+            return some.size * together / rank
+
+        with differentiable_kernels(), torch.no_grad():
+            asked = [options.row_mode]
+            if options.row_mode in BACKEND_OF:
+                check_rows(options.row_mode, self.fn, batch, n_values)
+            elif options.row_mode is RowMode.AUTO:
+                asked = [RowMode.VMAP, RowMode.LOOP]
+            way = fastest({way: partial(rows, way) for way in asked}, self.device)
+            ways = {
+                FeatureMode.FORWARD: partial(features, FeatureMode.FORWARD),
+                FeatureMode.DOUBLE_REVERSE: partial(
+                    features, FeatureMode.DOUBLE_REVERSE
+                ),
+                FeatureMode.REVERSE: partial(rows, way, n_values, directions),
+            }
+            instead = {FeatureMode.DOUBLE_REVERSE: FeatureMode.FORWARD}
+            if options.feature_mode is not FeatureMode.AUTO:
+                ways = {options.feature_mode: ways[options.feature_mode]}
+            mode = fastest(ways, self.device, instead)
+        logger.info("rows of the Jacobian by %s", way.value)
+        logger.info("features by %s", mode.value)
+        modes, autocast = Modes(mode, way), autocast_enabled(self.device)
+        return replace(self, modes=modes, autocast=autocast)
+
+
+def _detached(batch: Batch) -> Batch:
+    leaves = [leaf.detach() for leaf in batch.leaves]
+    return replace(batch, inputs=batch.with_leaves(leaves))
+
+
+def _elements(batch: Batch) -> int:
+    """Return how many numbers one example has, at least one."""
+    total = sum([leaf.numel() for leaf in batch.leaves])
+    return max(1, total // max(1, batch.size))
+
+
+def _rows_per_example(examples: torch.Tensor) -> int:
+    """Return how often each example occurs, where all occur equally often and in a
+    row; else one."""
+    if not has_values(examples):
+        return 1
+    counts = examples.unique_consecutive(return_counts=True)[1]
+    return int(counts[0]) if bool((counts == counts[0]).all()) else 1
 
 
 def linearize(
@@ -531,13 +641,11 @@ def linearize(
     dict_key_x: str,
     options: ComputeOptions,
     x_first: Any,
-    rank: int | None = None,
 ) -> Linearizer:
     """Return the linearisation of a model for inputs like those of a first batch.
 
     The model runs once on one example, which tells the shape of its outputs and what
-    memory it takes. With the rank K all ways are tried and the fastest are kept;
-    without it nothing is differentiated, which is enough for estimates of memory.
+    memory it takes; nothing is differentiated yet.
     """
     for module in fn.model.modules():
         if (
@@ -552,26 +660,29 @@ def linearize(
                 "nn.GroupNorm or nn.InstanceNorm2d."
             )
     batch = Batch.of(x_first, dict_key_x)
-    nothing = ExampleBytes(0, 0, batch.elements)
-    linearizer = Linearizer(fn, layout, dict_key_x, options, (), nothing, (), Modes())
-    one = batch.take(slice(0, 1)).detach()
-    with torch.no_grad(), _Allocations() as counted:
-        try:
-            f = linearizer._run(one)
-        except (torch.cuda.OutOfMemoryError, TypeError):
+    one = _detached(batch.take(slice(0, 1)))
+    try:
+        with differentiable_kernels():
+            f, most, total = traced_outputs(fn, one.inputs)
+        f = check_outputs(f, layout, one.size)
+    except (torch.cuda.OutOfMemoryError, TypeError):
+        raise
+    except Exception as error:
+        better = clearer_error(fn.model, one.inputs, error, ())
+        if batch.size and better is None:
             raise
-        except Exception as error:
-            if batch.size:
-                raise
-            raise ValueError(  # many layers refuse an empty batch
-                "The shape of the outputs of an empty batch is not known: the model "
-                f"cannot run on it ({type(error).__name__}: {error}), and it has not "
-                "seen an example yet. Call it with at least one example first."
-            ) from error
-    linearizer = replace(
-        linearizer,
-        output_shape=tuple(f.shape[1:]),
-        example_bytes=ExampleBytes(counted.largest, counted.total, batch.elements),
-        example_shapes=batch.example_shapes,
+        raise better or ValueError(  # many layers refuse an empty batch
+            "The shape of the outputs of an empty batch is not known: the model cannot "
+            f"run on it ({type(error).__name__}: {error}), and it has not seen an "
+            "example yet. Call it with at least one example first."
+        ) from error
+    return Linearizer(
+        fn,
+        layout,
+        dict_key_x,
+        options,
+        tuple(f.shape[1:]),
+        ExampleBytes(most, total, _elements(batch)).scaled(1.0),
+        batch.example_shapes,
+        Modes(),
     )
-    return linearizer if rank is None else linearizer._decided(batch, rank)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from laplace_ella.support.batches import Batch, map_tensors
+from laplace_ella.support.batches import map_tensors, tensors_of
 
 __all__ = [
     "ModelFunction",
@@ -99,20 +99,23 @@ class ModelFunction:
         self.names = tuple(names)
         self.asked_dtype = dtype
 
+    def _chosen(self) -> list[nn.Parameter]:
+        """Return the model's own parameters of these names."""
+        named = dict(self.model.named_parameters())
+        return [named[name] for name in self.names]
+
     def parameters(self) -> tuple[torch.Tensor, ...]:
         """Return the current values, detached; they share the model's memory unless
         they are converted to another dtype."""
-        named = dict(self.model.named_parameters())
-        return tuple([self._cast(named[name].detach()) for name in self.names])
+        return tuple([self._cast(p.detach()) for p in self._chosen()])
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of rows, features and basis: the parameters', float32 at
         least."""
-        dtype, named = torch.float32, dict(self.model.named_parameters())
-        for name in self.names:
-            own = self.asked_dtype or named[name].dtype
-            dtype = torch.promote_types(dtype, own)
+        dtype = torch.float32
+        for p in self._chosen():
+            dtype = torch.promote_types(dtype, self.asked_dtype or p.dtype)
         return dtype
 
     @property
@@ -122,8 +125,7 @@ class ModelFunction:
 
     def numels(self) -> list[int]:
         """Return the number of entries of each of the parameters."""
-        named = dict(self.model.named_parameters())
-        return [named[name].numel() for name in self.names]
+        return [p.numel() for p in self._chosen()]
 
     @property
     def n_params(self) -> int:
@@ -138,13 +140,10 @@ class ModelFunction:
     def split(self, vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return vectors `(..., P)` as parameters `(..., *shape)`; views where
         possible."""
-        named, pieces, start = dict(self.model.named_parameters()), [], 0
-        for name in self.names:
-            p = named[name]
-            piece = vectors[..., start : start + p.numel()]
-            pieces.append(piece.reshape(*vectors.shape[:-1], *p.shape))
-            start += p.numel()
-        return tuple(pieces)
+        shapes = [p.shape for p in self._chosen()]
+        pieces = vectors.split([shape.numel() for shape in shapes], dim=-1)
+        pairs = zip(pieces, shapes, strict=True)
+        return tuple([v.reshape(*vectors.shape[:-1], *shape) for v, shape in pairs])
 
     def __call__(
         self, params: Sequence[torch.Tensor], x: Any, **kwargs: Any
@@ -154,28 +153,33 @@ class ModelFunction:
         # Copies, made inside any transform: a forward pass may count in place. The
         # inputs are copied always: they are small beside the activations.
         x, kwargs = map_tensors(self._copy, x), map_tensors(self._copy, kwargs)
-        state: dict[str, Any] = dict(zip(self.names, params, strict=True))
-        for name, p in self.model.named_parameters():
-            if name not in state:  # detached: no graph through the layers below
-                state[name] = self._cast(p.detach())
-        for name, buffer in self.model.named_buffers():
-            state.setdefault(name, self._copy(buffer))
+        given = dict(zip(self.names, params, strict=True))
         # Modules may share tensors and occur in several places: by `tie_weights` a
         # module that occurs twice would lose its parameters, so that every name of a
         # tensor is given. Parameters first: a buffer elsewhere may be one of them.
-        first: dict[int, Any] = {}
-        for kind in ("_parameters", "_buffers"):  # the public iterators skip repeats
-            for prefix, module in self.model.named_modules():
-                for own, tensor in getattr(module, kind).items():
-                    if tensor is not None:
-                        name = f"{prefix}.{own}" if prefix else own
-                        state[name] = first.setdefault(id(tensor), state.get(name))
+        state: dict[str, torch.Tensor] = {}
+        first: dict[int, torch.Tensor] = {}
+        modules = list(self.model.named_modules())
+        for prefix, module in modules:
+            for name, p in module.named_parameters(
+                prefix, recurse=False, remove_duplicate=False
+            ):
+                if id(p) not in first:  # detached: no graph through the layers below
+                    own = given[name] if name in given else self._cast(p.detach())
+                    first[id(p)] = own
+                state[name] = first[id(p)]
+        for prefix, module in modules:
+            for name, buffer in module.named_buffers(
+                prefix, recurse=False, remove_duplicate=False
+            ):
+                if id(buffer) not in first:
+                    first[id(buffer)] = self._copy(buffer)
+                state[name] = first[id(buffer)]
         f = functional_call(self.model, state, (x,), kwargs, tie_weights=False)
         return f if isinstance(f, torch.Tensor) else getattr(f, "logits", f)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        floating = tensor.is_floating_point()
-        return tensor.to(self.asked_dtype) if floating else tensor
+        return tensor.to(self.asked_dtype) if tensor.is_floating_point() else tensor
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         cast = self._cast(tensor)
@@ -184,7 +188,7 @@ class ModelFunction:
 
 def clearer_error(
     model: nn.Module,
-    batch: Batch,
+    x: Any,
     error: Exception,
     known: tuple[tuple[int, ...], ...],
 ) -> Exception | None:
@@ -192,7 +196,6 @@ def clearer_error(
 
     `known` has the shapes of one example on which the model ran before.
     """
-    x = batch.template
     if isinstance(x, Mapping) and _takes_keywords(model, x, error):
         return TypeError(
             "The model was called with the whole mapping as its one argument and "
@@ -208,14 +211,15 @@ def clearer_error(
             "torch.nn.Module that holds it as self.net, whose forward(self, batch) "
             f"returns self.net(batch[{str(next(iter(x), 'input_ids'))!r}])."
         )
-    whole = tuple(tuple(t.shape) for t in batch.tensors)
+    tensors = list(tensors_of(x))
+    whole = tuple(tuple(t.shape) for t in tensors)
     if whole == known:
         return ValueError(
             f"Inputs of shape {', '.join(map(str, whole))} are one example of those "
             "that the model saw before, without a batch dimension: pass "
             f"x.unsqueeze(0). The model raised {type(error).__name__}: {error}"
         )
-    if batch.tensors and all(t.ndim < 2 for t in batch.tensors):
+    if tensors and all(t.ndim < 2 for t in tensors):
         return ValueError(
             "The inputs have no other dimension than the batch. If they were meant "
             "as one example, pass x.unsqueeze(0). With one number per example the "

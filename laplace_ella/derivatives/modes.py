@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -133,13 +133,8 @@ class Modes:
     Attributes
     ----------
     features : FeatureMode, optional
-    together : bool
-        whether in forward mode all tangents go through the model in one pass, not one
-        after the other
     rows : RowMode, optional
-        of gradients of single outputs
-    jacobians : RowMode, optional
-        of gradients of all outputs, also for features in reverse mode
+        of gradients, also for features in reverse mode
 
     Examples
     --------
@@ -158,18 +153,18 @@ class Modes:
     """
 
     features: FeatureMode | None = None
-    together: bool = True
     rows: RowMode | None = None
-    jacobians: RowMode | None = None
 
-    def to_dict(self) -> dict[str, str | bool | None]:
+    def to_dict(self) -> dict[str, str | None]:
         """Return plain types, for checkpoints."""
-        plain = asdict(self)
-        return {k: v.value if isinstance(v, Enum) else v for k, v in plain.items()}
+        both = {"features": self.features, "rows": self.rows}
+        return {name: mode and mode.value for name, mode in both.items()}
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Modes:
+    def from_dict(cls, state: Mapping[str, str | None]) -> Modes:
         """Return the inverse of `to_dict`."""
-        enums = {"features": FeatureMode, "rows": RowMode, "jacobians": RowMode}
-        known = {k: enums[k](state[k]) for k in enums if state[k] is not None}
-        return cls(together=bool(state["together"]), **known)
+        features, rows = state["features"], state["rows"]
+        return cls(
+            None if features is None else FeatureMode(features),
+            None if rows is None else RowMode(rows),
+        )

@@ -12,9 +12,10 @@ K rank, B batch, S positions.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -181,78 +182,44 @@ class Batch:
 
     Attributes
     ----------
-    template : Any
-        a tensor, or a container whose structure and other contents are kept
-    tensors : tuple of torch.Tensor
-        all tensors, in the order of `tensors_of`
-    batched : tuple of bool
-        which of them have one entry per example
+    inputs : Any
+        what the model is called with: a tensor, or a container of tensors
     size : int
         B
+    batched : tuple of bool
+        which of the tensors have one entry per example, in the order of `tensors_of`
     """
 
-    template: Any
-    tensors: tuple[torch.Tensor, ...]
-    batched: tuple[bool, ...]
+    inputs: Any
     size: int
+    batched: tuple[bool, ...]
 
     @classmethod
     def of(cls, x: Any, dict_key_x: str) -> Batch:
         """Describe inputs `x`, whose size is that of `x[dict_key_x]` of a mapping."""
         size = batch_size(x, dict_key_x)
-        tensors = tuple(tensors_of(x))
-        batched = tuple(t.ndim > 0 and t.shape[0] == size for t in tensors)
-        return cls(x, tensors, batched, size)
-
-    @property
-    def inputs(self) -> Any:
-        """Return what the model is called with."""
-        if isinstance(self.template, torch.Tensor):
-            return self.tensors[0]
-        remaining = iter(self.tensors)
-        return map_tensors(lambda _: next(remaining), self.template)
+        batched = [t.ndim > 0 and t.shape[0] == size for t in tensors_of(x)]
+        return cls(x, size, tuple(batched))
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors with one entry per example."""
-        pairs = zip(self.tensors, self.batched, strict=True)
-        return tuple(t for t, batched in pairs if batched)
+        return tuple(itertools.compress(tensors_of(self.inputs), self.batched))
 
-    def with_leaves(self, leaves: Sequence[torch.Tensor], size: int) -> Batch:
-        """Put other examples in place of these; what they share stays."""
-        remaining = iter(leaves)
-        pairs = zip(self.tensors, self.batched, strict=True)
-        tensors = tuple(next(remaining) if batched else t for t, batched in pairs)
-        return replace(self, tensors=tensors, size=size)
+    def with_leaves(self, leaves: Iterable[torch.Tensor]) -> Any:
+        """Return inputs with other examples; what they share stays."""
+        flags, others = iter(self.batched), iter(leaves)
+        return map_tensors(lambda t: next(others) if next(flags) else t, self.inputs)
 
     def take(self, index: slice | torch.Tensor) -> Batch:
         """Return the examples `index`, a slice or positions `(m,)`."""
-        if isinstance(index, slice):
-            size = len(range(*index.indices(self.size)))
-        else:
-            size = len(index)
-        return self.with_leaves([leaf[index] for leaf in self.leaves], size)
-
-    def detach(self) -> Batch:
-        """Return the same without the graph of its tensors."""
-        return replace(self, tensors=tuple(t.detach() for t in self.tensors))
-
-    def contiguous(self) -> Batch:
-        """Return the same, each tensor in the plain order of its dimensions."""
-        return replace(self, tensors=tuple(t.contiguous() for t in self.tensors))
-
-    @property
-    def elements(self) -> int:
-        """Return how many numbers one example has, at least one."""
-        total = 0
-        for leaf in self.leaves:
-            total += leaf.numel()
-        return max(1, total // max(1, self.size))
+        leaves = [leaf[index] for leaf in self.leaves]
+        return Batch(self.with_leaves(leaves), len(leaves[0]), self.batched)
 
     @property
     def example_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of one example's tensors, without the batch dimension."""
-        pairs = zip(self.tensors, self.batched, strict=True)
+        pairs = zip(tensors_of(self.inputs), self.batched, strict=True)
         return tuple(tuple(t.shape[1:] if b else t.shape) for t, b in pairs)
 
 
