@@ -133,9 +133,10 @@ class ModelFunction:
         return sum(self.numels())
 
     def flat(self) -> torch.Tensor:
-        """Return the current values as one vector `(P,)`."""
+        """Return the current values as one vector `(P,)`, in float32 at least."""
         # reshape, not view: parameters may be transposed or channels_last
-        return torch.cat([p.reshape(-1) for p in self.parameters()])
+        values = torch.cat([p.reshape(-1) for p in self.parameters()])
+        return values.to(torch.promote_types(values.dtype, torch.float32))
 
     def split(self, vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return vectors `(..., P)` as parameters `(..., *shape)`; views where

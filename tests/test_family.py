@@ -1,0 +1,497 @@
+"""What every member of the Laplace family does, ours do: calls, shapes and names."""
+
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from laplace import DiagLLLaplace, FullLaplace, KronLaplace, Laplace
+from laplace.utils.enums import Likelihood, LinkApprox, PredType, SubsetOfWeights
+from torch.distributions import Categorical, Normal
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_ella import ComputeOptions, ELLALaplace, ELLALLLaplace, register_structure
+from laplace_ella.errors import RankWarning
+from tests import dense
+from tests.cases import (
+    Batch,
+    Case,
+    DictModel,
+    RewardModel,
+    make,
+    mapping_loader,
+    mlp,
+    priors,
+)
+from tests.fitting import assert_close, build, fit
+
+REGRESSION, CLASSIFICATION = "regression_3", "classification_mlp"
+both = pytest.mark.parametrize("name", [REGRESSION, CLASSIFICATION])
+flavours = pytest.mark.parametrize("cls", [ELLALaplace, ELLALLLaplace])
+
+pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.errors.RankWarning")
+
+
+# --- construction ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("subset", "cls"),
+    [
+        ("all", ELLALaplace),
+        (SubsetOfWeights.ALL, ELLALaplace),
+        ("last_layer", ELLALLLaplace),
+        (SubsetOfWeights.LAST_LAYER, ELLALLLaplace),
+    ],
+)
+def test_laplace_builds_our_classes(subset, cls):
+    """Strings and enums, by place and by name; the last layer is the default."""
+    model = mlp(3, 4, 2)
+    assert type(Laplace(model, Likelihood.REGRESSION, subset, "nystrom")) is cls
+    options = {"subset_of_weights": subset, "hessian_structure": "nystrom", "seed": 7}
+    assert Laplace(model, "classification", **options).seed == 7
+    default = Laplace(model, "classification", hessian_structure="nystrom")
+    assert type(default) is ELLALLLaplace
+    for combination in (("all", "nystroem"), ("subnetwork", "nystrom")):
+        with pytest.raises((ValueError, KeyError)):
+            Laplace(model, "classification", *combination)
+
+
+IMPORT = """
+import random, warnings
+warnings.simplefilter("ignore")
+import numpy as np, torch, laplace
+from laplace.laplace import _all_subclasses as subclasses
+
+def keys():
+    found = (c for c in subclasses(laplace.BaseLaplace) if hasattr(c, "_key"))
+    return {c._key: c.__name__ for c in found}
+
+def state():
+    return (torch.get_rng_state().sum().item(), random.getstate(),
+            np.random.get_state()[1].sum(), torch.get_default_dtype(),
+            torch.get_num_threads())
+
+before, found = state(), keys()
+import laplace_ella
+assert state() == before
+added = keys()
+assert {k: added[k] for k in found} == found, (found, added)
+names = {name for _, name in added.keys() - found.keys()}
+assert names == {"nystrom", "ella"}, names
+"""
+
+
+def test_import_changes_nothing_else():
+    """Importing adds its names; other members, random states and threads stay."""
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    case = make(CLASSIFICATION)
+    for key, cls in {("all", "kron"): KronLaplace, (): DiagLLLaplace}.items():
+        la = Laplace(case.model, "classification", *(key or ("last_layer", "diag")))
+        assert type(la) is cls
+
+
+@pytest.mark.parametrize(
+    ("subset", "cls"), [("all", ELLALaplace), ("last_layer", ELLALLLaplace)]
+)
+def test_a_registered_name_stands_for_settings(subset, cls):
+    """What is given goes first, by name or by place; the class is the one known."""
+    name = register_structure("mine", n_eigenvalues=4, seed=7, prior_precision=2.0)
+    case = make(CLASSIFICATION)
+    la = Laplace(case.model, "classification", subset, name, seed=8)
+    assert isinstance(la, cls)
+    assert (la.n_eigenvalues, la.seed) == (4, 8)
+    la = Laplace(case.model, "classification", subset, name, 1.0, 3.0)
+    la.fit(case.loader())
+    assert float(la.prior_precision) == 3.0
+    plain = cls(case.model, "classification", n_eigenvalues=4, seed=7)
+    plain.load_state_dict(la.state_dict())
+    assert torch.equal(plain(case.x), la(case.x))
+    register_structure(name, n_eigenvalues=5)
+    la = Laplace(case.model, "classification", subset, name)
+    assert (la.n_eigenvalues, la.seed) == (5, 1234)
+    assert type(Laplace(case.model, "classification", subset, "nystrom")) is cls
+    for taken in ("nystrom", "kron", "", 3):
+        with pytest.raises(ValueError, match="name must be a text other than"):
+            register_structure(taken, n_eigenvalues=4)
+    with pytest.raises(TypeError, match=r"no argument 'rank'"):
+        register_structure("other", rank=4)
+
+
+def test_positional_order_is_that_of_the_base():
+    la = ELLALaplace(mlp(3, 4, 2), "regression", 0.3, 2.0, 0.5, 1.5, True, "x", "y")
+    found = (la.sigma_noise, la.prior_precision, la.prior_mean)
+    assert tuple(map(float, found)) == pytest.approx((0.3, 2.0, 0.5))
+    assert (la.temperature, la.enable_backprop) == (1.5, True)
+    assert (la.dict_key_x, la.dict_key_y) == ("x", "y")
+
+
+@flavours
+@pytest.mark.parametrize("value", [1.2, torch.tensor([1.2]), np.array(1.2)])
+def test_one_number(cls, value):
+    """Numbers, tensors and arrays; the noise is for regression alone."""
+    la = (
+        cls(mlp(3, 4, 2), "regression", value, value, value, last_layer_name="2")
+        if (cls is ELLALLLaplace)
+        else cls(mlp(3, 4, 2), "regression", value, value, value)
+    )
+    for name in ("sigma_noise", "prior_precision", "prior_mean"):
+        assert float(getattr(la, name)) == pytest.approx(1.2)
+    la.sigma_noise = np.array([0.3, 0.4])
+    assert_close(la.sigma_noise, torch.tensor([0.3, 0.4]))
+    with pytest.raises(ValueError, match="regression"):
+        cls(mlp(3, 4, 2), "classification", sigma_noise=value)
+
+
+@flavours
+@pytest.mark.parametrize("size", ["scalar", "layerwise", "diag"])
+def test_prior_precision_shapes(cls, size):
+    model = mlp(3, 4, 2)
+    layers = list(model.children())[-1:] if cls is ELLALLLaplace else [model]
+    sizes = [p.numel() for layer in layers for p in layer.parameters()]
+    n = {"scalar": 1, "layerwise": len(sizes), "diag": sum(sizes)}[size]
+    name = {"last_layer_name": "2"} if cls is ELLALLLaplace else {}
+    la = cls(model, "regression", prior_precision=torch.full((n,), 1.7), **name)
+    torch.testing.assert_close(la.prior_precision_diag, torch.full((sum(sizes),), 1.7))
+
+
+@both
+@pytest.mark.parametrize("full", [False, True])
+def test_prior_mean_and_scatter(name, full):
+    """The scatter is (θ̂ − μ)ᵀ D (θ̂ − μ), for scalar and full prior means."""
+    case = make(name)
+    mean = torch.full((case.n_params,), 0.8, dtype=torch.float64) if full else 0.8
+    la = fit(case, prior_mean=mean, prior_precision=1e-2)
+    theta = parameters_to_vector(case.params).detach()
+    assert_close(la.scatter, 1e-2 * (theta - 0.8).square().sum())
+    V = la.basis.directions.T
+    expected = dense.Reference(case, V, sigma=la.sigma_noise, prior_mean=0.8)
+    assert_close(la.log_marginal_likelihood(), expected.evidence(1e-2))
+
+
+SETTINGS = {
+    "prior_precision": 5.0,
+    "prior_mean": 0.5,
+    "sigma_noise": 2.0,
+    "temperature": 3.0,
+}
+
+
+@flavours
+@pytest.mark.parametrize("attribute", SETTINGS)
+def test_changes_take_effect_at_once(cls, attribute):
+    """A change after the fit gives what fitting with that value gives, by K×K work."""
+    case = make(REGRESSION)
+    la, before = fit(case, cls), fit(case, cls)(case.x_test)[1]
+    la(case.x_test), la.log_marginal_likelihood(), la.posterior_covariance
+    setattr(la, attribute, SETTINGS[attribute])
+    other = fit(case, cls, **{attribute: SETTINGS[attribute]})
+    assert_close(la(case.x_test)[1], other(case.x_test)[1])
+    assert torch.allclose(la(case.x_test)[1], before) == (attribute == "prior_mean")
+    forward, case.model.forward = case.model.forward, None  # would raise if called
+    assert_close(la.posterior_precision, other.posterior_precision)
+    assert_close(la.posterior_covariance, other.posterior_covariance)
+    assert_close(la.log_marginal_likelihood(), other.log_marginal_likelihood())
+    case.model.forward = forward
+
+
+# --- likelihood and evidence -------------------------------------------------------
+
+
+@flavours
+@both
+def test_log_likelihood_and_evidence(cls, name):
+    """Those of torch's distributions; the evidence sets what it is given."""
+    case = make(name)
+    la = fit(case, cls, prior_precision=0.7)
+    f = case.model(case.x).detach()
+    if name == REGRESSION:
+        assert_close(la.log_likelihood, Normal(f, 0.4).log_prob(case.y).sum())
+        la.log_marginal_likelihood(torch.tensor([2.5]), torch.tensor(0.9))
+        assert_close(la.log_likelihood, Normal(f, 0.9).log_prob(case.y).sum(), 1e-6)
+        assert la.prior_precision.item() == pytest.approx(2.5)
+    else:
+        expected = Categorical(logits=f).log_prob(case.y).sum()
+        assert_close(la.log_likelihood, expected)
+        with pytest.raises(ValueError, match="regression"):
+            la.log_marginal_likelihood(sigma_noise=torch.tensor(2.0))
+    parts = la.log_likelihood - 0.5 * (la.log_det_ratio + la.scatter)
+    assert_close(la.log_marginal_likelihood(), parts)
+
+
+# --- predictions -------------------------------------------------------------------
+
+PREDICTIONS = [
+    {},
+    {"joint": True},
+    {"pred_type": PredType.GLM, "diagonal_output": True},
+    {"link_approx": LinkApprox.MC, "n_samples": 5},
+    {"link_approx": "bridge"},
+    {"link_approx": "bridge_norm"},
+    {"pred_type": "nn", "link_approx": "mc", "n_samples": 5},
+]
+
+
+@flavours
+@both
+@pytest.mark.parametrize("options", PREDICTIONS, ids=str)
+def test_shapes_are_those_of_full_laplace(cls, name, options):
+    """Of seven inputs and of none; probabilities sum to one."""
+    case = make(name)
+    full = FullLaplace(case.model, case.likelihood)
+    full.fit(case.loader())
+    for complement in ("drop", "prior"):
+        la = fit(case, cls, complement=complement)
+        for x in (case.x_test, case.x_test[:0]):
+            theirs, found = full(x, **options), la(x, **options)
+            if isinstance(theirs, torch.Tensor):
+                assert_close(found.sum(-1), torch.ones(len(x)).double())
+                theirs, found = (theirs,), (found,)
+            assert [t.shape for t in found] == [t.shape for t in theirs]
+            assert [t.dtype for t in found] == [t.dtype for t in theirs]
+            samples = la.functional_samples(x, n_samples=4)
+            assert samples.shape == (4, len(x), 3)
+
+
+def test_gp_is_glm_and_predictive_its_old_name():
+    case = make(REGRESSION)
+    la = fit(case)
+    for other in (la(case.x, pred_type="gp"), la.predictive(case.x, "glm", "mc", 3)):
+        assert_close(other, la(case.x))
+
+
+def test_nn_predictive():
+    """The network at sampled weights, by one generator; at a tight posterior MAP."""
+    case, g = make(REGRESSION), torch.Generator()
+    la = fit(case, prior_precision=2.0)
+    outputs = []
+    for w in la.sample(6, generator=g.manual_seed(3)):
+        named, start = {}, 0
+        for name, p in case.model.named_parameters():
+            named[name] = w[start : start + p.numel()].view_as(p)
+            start += p.numel()
+        outputs.append(torch.func.functional_call(case.model, named, case.x_test))
+    options = {"pred_type": "nn", "n_samples": 3000, "generator": g.manual_seed(3)}
+    samples = la.functional_samples(case.x_test, **options)
+    mean, var = la(case.x_test, **options | {"generator": g.manual_seed(3)})
+    assert_close(mean, samples.mean(0))
+    assert_close(var, samples.var(0))
+    many = torch.stack([o.detach() for o in outputs])
+    assert many.shape == (6, 7, 3)
+    assert ((many.mean(0) - mean).abs() < 3 * var.sqrt()).all()
+    la.prior_precision = 1e10
+    assert_close(la(case.x_test, "nn")[0], case.model(case.x_test).detach(), 0, 1e-3)
+
+
+@flavours
+@both
+@pytest.mark.parametrize("pred_type", ["glm", "gp", "nn"])
+def test_samples(cls, name, pred_type):
+    """functional_samples and predictive_samples are (S, B, C), the latter linked."""
+    case, g = make(name), torch.Generator()
+    la = fit(case, cls)
+    options = {"pred_type": pred_type, "n_samples": 9}
+    f = la.functional_samples(case.x_test, generator=g.manual_seed(1), **options)
+    p = la.predictive_samples(case.x_test, generator=g.manual_seed(1), **options)
+    assert f.shape == p.shape == (9, 7, 3)
+    assert_close(p, f.softmax(-1) if case.likelihood == "classification" else f)
+
+
+DRAWS = {
+    "mc": lambda la, x, g: la(x, link_approx="mc", n_samples=7, generator=g),
+    "nn": lambda la, x, g: la(x, "nn", n_samples=7, generator=g),
+    "sample": lambda la, x, g: la.sample(7, generator=g),
+    "functional": lambda la, x, g: la.functional_samples(x, n_samples=7, generator=g),
+    "joint": lambda la, x, g: la.functional_samples(
+        x, n_samples=7, generator=g, joint=True
+    ),
+    "predictive": lambda la, x, g: la.predictive_samples(x, n_samples=7, generator=g),
+}
+
+
+@flavours
+@pytest.mark.parametrize("draw", DRAWS)
+def test_generators(cls, draw):
+    """The generator decides the draws and advances; without one predictions repeat."""
+    case, g = make(CLASSIFICATION), torch.Generator()
+    la = fit(case, cls)
+    first = DRAWS[draw](la, case.x_test, g.manual_seed(1))
+    assert not torch.equal(first, DRAWS[draw](la, case.x_test, g))
+    assert torch.equal(first, DRAWS[draw](la, case.x_test, g.manual_seed(1)))
+    state = torch.get_rng_state()
+    unseeded = DRAWS[draw](la, case.x_test, None)
+    again = DRAWS[draw](la, case.x_test, None)
+    assert torch.equal(unseeded, again) == (draw in ("mc", "nn"))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- online fitting ----------------------------------------------------------------
+
+
+@both
+def test_online_fit(name):
+    """`override=False` keeps the basis and adds data; overriding starts anew."""
+    case = make(name)
+    half = len(case.x) // 2
+    data = TensorDataset(case.x, case.y)
+    first = DataLoader(torch.utils.data.Subset(data, range(half)), 5)
+    second = DataLoader(torch.utils.data.Subset(data, range(half, len(data))), 5)
+    la = build(case)
+    la.fit(first, override=False)  # of an unfitted object: a fit
+    V, H = la.basis.directions.clone(), la.H.clone()
+    la.fit(second, override=False)
+    expected = dense.Reference(case, V.T, sigma=la.sigma_noise)
+    assert_close(la.basis.directions, V, rtol=0, atol=0)
+    assert_close(la.H, expected.H)
+    assert_close(torch.as_tensor(la.loss).double(), expected.loss)
+    assert la.n_data == len(case.x)
+    assert_close(la.log_marginal_likelihood(), expected.evidence(1.0))
+    la.fit(first, override=True)
+    assert_close(la.H, H)
+    assert la.n_data == half
+
+
+# --- inputs, dtypes, graphs --------------------------------------------------------
+
+
+@flavours
+@pytest.mark.parametrize("keys", [("input_ids", "labels"), ("x", "target")])
+@both
+def test_mapping_inputs(cls, keys, name):
+    """Mapping batches, with the usual keys or others, give what tensors give."""
+    case = make(name)
+    expected = fit(case, cls)(case.x_test)
+    case.model = DictModel(case.model, keys[0])
+    for mapping in (dict, Batch):
+        data = mapping_loader(case.x, case.y, *keys, cls=mapping)
+        la = fit(case, cls, loader=data, dict_key_x=keys[0], dict_key_y=keys[1])
+        query = mapping({keys[0]: case.x_test})
+        torch.testing.assert_close(la(query), expected, rtol=1e-7, atol=1e-9)
+        samples = la.predictive_samples(query, pred_type="nn", n_samples=3)
+        assert samples.shape == (3, 7, 3)
+        assert list(query) == [keys[0]]
+    la.optimize_prior_precision(method="gridsearch", val_loader=data, grid_size=2)
+
+
+OUT_DTYPE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+
+
+@flavours
+@pytest.mark.parametrize("dtype", OUT_DTYPE, ids=str)
+@both
+def test_dtypes(cls, dtype, name):
+    """The algebra stays in float32 or better; outputs in the model's, at least that."""
+    case = make(name)
+    expected = fit(case, cls, prior_precision=3.0).predictive_moments(case.x_test)
+    case.model.to(dtype)
+    case.x, case.x_test = case.x.to(dtype), case.x_test.to(dtype)
+    if case.y.is_floating_point():
+        case.y = case.y.to(dtype)
+    la = fit(case, cls, prior_precision=3.0)
+    assert la.H.dtype == torch.float64
+    for a, b in zip(la.predictive_moments(case.x_test), expected, strict=True):
+        assert a.dtype == torch.float32
+        atol = OUT_DTYPE[dtype] * b.abs().max().item()
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=atol)
+    la.optimize_prior_precision(n_steps=3)
+    la.optimize_temperature(case.loader(), tune_prior=True)
+    for pred_type in ("glm", "nn"):
+        out = la(case.x_test, pred_type, n_samples=5)
+        for tensor in out if isinstance(out, tuple) else (out,):
+            assert torch.isfinite(tensor).all()
+
+
+@flavours
+@pytest.mark.parametrize("options", [*PREDICTIONS[:3], {"link_approx": "mc"}], ids=str)
+@both
+def test_backprop(cls, name, options):
+    """Gradients of predictions in the input by finite differences, and no graph where
+    nobody asked for one."""
+    case = make(name)
+    la = fit(case, cls, enable_backprop=True)
+    x = case.x_test[:2].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: la(x, **options), (x,))
+    with torch.no_grad():
+        assert not any(t.requires_grad for t in la.features(x))
+    la.enable_backprop = False
+    for out in (la.predictive_moments(x), la.features(x)):
+        assert not any(t.requires_grad for t in out)
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse", "double_vjp"])
+def test_backprop_of_samples_by_every_mode(mode):
+    """Functional samples are differentiable in the input (Thompson sampling)."""
+    case, g = make("regression_1"), torch.Generator()
+    la = fit(case, enable_backprop=True, compute=ComputeOptions(feature_mode=mode))
+    x = case.x_test[:2].clone().requires_grad_()
+
+    def draw(x):
+        g.manual_seed(0)
+        return la.functional_samples(x, n_samples=3, generator=g, joint=True)
+
+    assert torch.autograd.gradcheck(draw, (x,))
+
+
+# --- reward modelling and frozen parameters ----------------------------------------
+
+
+def test_reward_modeling():
+    """Fitted as a classifier of pairs, asked as a regression of single inputs."""
+    model = RewardModel(mlp(3, 4, 1)).double().eval()
+    x, y = torch.randn(9, 2, 3).double(), torch.randint(2, (9,))
+    case = Case(model, "reward_modeling", x, y, torch.randn(7, 3).double())
+    la = fit(case, prior_precision=0.6)
+    as_classifier = Case(model, "classification", x, y, case.x_test)
+    expected = dense.Reference(as_classifier, la.basis.directions.T)
+    assert_close(la.H, expected.H)
+    assert_close(la.log_marginal_likelihood(), expected.evidence(0.6))
+    f, f_var = expected.predict(case.x_test, 0.6)
+    for ours, theirs in zip(la(case.x_test), (f, f_var), strict=True):
+        assert_close(ours, theirs)
+    probs = la(x[:4], fitting=True)
+    assert_close(probs, dense.probit(*expected.predict(x[:4], 0.6)))
+    la.optimize_prior_precision(n_steps=5)
+    la.optimize_prior_precision(
+        method="gridsearch", val_loader=case.loader(), grid_size=5
+    )
+
+
+def test_frozen_parameters():
+    """Parameters without gradient are constants, as if they were buffers."""
+    case = make("frozen")
+    assert case.n_params < sum(p.numel() for p in case.model.parameters())
+    la = fit(case, prior_precision=0.5)
+    assert la.n_params == case.n_params == len(la.mean)
+    f, f_var = dense.Reference(case, la.basis.directions.T).predict(case.x_test, 0.5)
+    assert_close(la(case.x_test), dense.probit(f, f_var))
+
+
+@flavours
+def test_defaults_on_float32(cls):
+    """Defaults, float32, ten data points: fit, tune, predict."""
+    x, y = torch.randn(10, 3), torch.randint(2, (10,))
+    la = cls(mlp(3, 20, 2), "classification")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RankWarning)
+        la.fit(DataLoader(TensorDataset(x, y), batch_size=3))
+    la.optimize_prior_precision()
+    assert la(x).shape == (10, 2)
+    assert la(x).dtype == torch.float32
+
+
+@flavours
+@pytest.mark.parametrize("structure", ["layerwise", "diag"])
+def test_other_priors_are_tuned(cls, structure):
+    case = make(REGRESSION)
+    la = fit(case, cls, prior_precision=priors(case)["scalar"])
+    before = la.log_marginal_likelihood()
+    la.optimize_prior_precision(prior_structure=structure, n_steps=20)
+    n = la.n_layers if structure == "layerwise" else la.n_params
+    assert la.prior_precision.shape == (n,)
+    assert la.log_marginal_likelihood() > before
