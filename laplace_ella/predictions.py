@@ -395,7 +395,7 @@ class PredictingLaplace(EllaBase):
         with full_precision(self._device):
             for part in self._served(cache, posterior).batches():
                 values = posterior.function_values(
-                    part.f_mu, part.phi, part.residual, part.outside_span, part.outputs
+                    part.f_mu, part.phi, part.residual, part.outputs
                 )
                 if self._family.is_regression:
                     variance = values.variance if diagonal_output else values.covariance

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ComputeOptions, ELLALaplace
-from laplace_ella.derivatives.complements import Sketch
 from laplace_ella.errors import RankWarning
 from laplace_ella.posterior import basis as basis_module
 from laplace_ella.posterior.basis import (
@@ -18,8 +17,8 @@ from laplace_ella.posterior.basis import (
     exact_basis,
     extend_exact,
     nystrom_basis,
-    sampled_span,
 )
+from laplace_ella.posterior.span import Sketch, sampled_span
 from laplace_ella.posterior.spectrum import Spectrum
 from tests import dense
 from tests.cases import CASES, make, mlp
@@ -302,6 +301,10 @@ def test_only_the_caller_knows_that_a_spectrum_is_complete():
 # The span of a sample
 
 
+def norms(span, rows):
+    return span.parts(rows)[-1].square().sum(1)
+
+
 def test_sketch_keeps_what_is_outside_a_span():
     """Norms outside the span of 60 rows of 5,000 parameters, from 180 groups."""
     rows = rows_of_decay(60, 5000, 0.5, 0)
@@ -311,35 +314,35 @@ def test_sketch_keeps_what_is_outside_a_span():
     sketch = Sketch.of(5000, 60, 0, torch.device("cpu"))
     assert sketch.size == Sketch.size_for(5000, 60) == 180
     groups = sketch.of_many(rows)
-    assert_close(groups, sketch(rows))
+    expected = torch.zeros(60, 28 * 180).double()
+    expected[:, :5000] = rows * sketch.signs
+    assert_close(groups, expected.unflatten(1, (28, 180)).sum(1))
     span = sampled_span(groups, sketch, nystrom_basis(buffer_of(rows.clone()), 5, True))
-    assert span.ranks[-1] == 60
-    estimate = span.norms(new)[:, -1]
-    assert_close(estimate / exact, torch.ones(40).double(), rtol=0, atol=0.7)
-    assert_close((estimate / exact).mean(), torch.ones(()).double(), rtol=0.15)
-    assert span.norms(rows * 3)[:, -1].max() < 1e-20 * rows.square().sum(1).max()
-    compared = span.compared_with(span.norms(new))
-    assert compared.usual[-1] == pytest.approx(float(estimate.mean()))
+    assert sum(span.sizes) == 60
+    whole = sum(part.square().sum(1) for part in span.parts(new))
+    assert_close(whole, new.square().sum(1))  # nothing is lost
+    ratio = norms(span, new) / exact
+    assert 0.4 < ratio.min() < ratio.max() < 1.7
+    assert_close(ratio.mean(), torch.ones(()).double(), rtol=0.15)
+    assert norms(span, rows * 3).max() < 1e-20 * rows.square().sum(1).max()
+    compared = span.compared_with(sketch(new))
+    assert compared.usual == pytest.approx(float(norms(span, new).mean()))
     everything = Sketch.of(200, 60, 0, torch.device("cpu"))
     assert (everything.signs, everything.size) == (None, 200)
 
 
-def test_levels_of_a_span():
-    """Each level has the directions above its bound, a prior finds its level."""
-    J = low_rank_rows(30, 50)
-    basis = nystrom_basis(buffer_of(J.clone()), 30)
-    sketch = Sketch.of(50, 30, 0, torch.device("cpu"))
-    span = sampled_span(J, sketch, basis)
-    values = basis.eigenvalues
-    for level, rank in enumerate(span.ranks[:-1]):
-        assert rank == int((values > values[0] / 4**level).sum())
-        outside = values.new_zeros(3, 50) + torch.randn(3, 50)
-        V = basis.directions[:rank]
-        expected = (outside - outside @ V.T @ V).square().sum(1)
-        assert_close(span.at(level).norms(outside).squeeze(1), expected)
-    assert span.level(1.0) == 0
-    assert span.level(16.5) == 2
-    assert span.level(1e30) == len(span.ranks) - 1
+def test_parts_of_a_span():
+    """One for each decade of the eigenvalues, and what is outside."""
+    U, _, Vh = torch.linalg.svd(torch.randn(30, 50).double(), full_matrices=False)
+    J = U * torch.logspace(0, -1.9, 30).double() @ Vh  # eigenvalues from 1 to 10^-3.8
+    basis = nystrom_basis(buffer_of(J.clone()), 4)
+    span = sampled_span(J, Sketch.of(50, 30, 0, torch.device("cpu")), basis)
+    assert span.sizes == (8, 8, 7, 7)
+    new = torch.randn(3, 50).double()
+    parts = span.parts(new)
+    for part, V in zip(parts, Vh.split([8, 8, 7, 7]), strict=False):
+        assert_close(part @ part.T, new @ V.T @ V @ new.T)
+    assert_close(parts[-1], new - new @ Vh.T @ Vh)
 
 
 def test_auto_takes_ninety_per_cent_of_the_energy():

@@ -144,7 +144,7 @@ def test_in_the_eigenbasis(case, complement):
     f, Js = dense.jacobians(case.model, case.x_test, case.params)
     phi = Js @ posterior.basis.vectors
     rest = Js - phi @ posterior.basis.directions
-    residual = rest @ rest.mT
+    residual = (rest @ rest.mT).unsqueeze(1)
     args = (f, phi, residual), (f, phi @ Q, residual)
     for candidate in (0.01, 1.0, 100.0):
         prior = torch.tensor([candidate]).double()
@@ -162,7 +162,9 @@ def test_reduced_posteriors_predict_the_same(case):
     def covariance(posterior):
         phi = Js @ posterior.basis.vectors
         rest = Js - phi @ posterior.basis.directions
-        return posterior.function_values(f, phi, rest @ rest.mT).covariance()
+        return posterior.function_values(
+            f, phi, (rest @ rest.mT).unsqueeze(1)
+        ).covariance()
 
     ranks = []
     for prior in (1.0, 1e4, 1e7):

@@ -27,12 +27,7 @@ from laplace_ella.derivatives.chunk_sizes import (
     pass_limit,
     traced_outputs,
 )
-from laplace_ella.derivatives.complements import (
-    Metric,
-    Span,
-    accurate_product,
-    split_gradients,
-)
+from laplace_ella.derivatives.complements import GradientSplit, accurate_product
 from laplace_ella.derivatives.jacobians import (
     features_by_double_vjp,
     features_by_forward,
@@ -97,11 +92,8 @@ class Features:
     positions : Positions
         of these inputs, to restore the model's shapes
     residual : torch.Tensor, optional
-        the part of JD⁻¹Jᵀ outside the basis at each position, `(B·S, c, c)`; see
-        `split_gradients`
-    outside_span : torch.Tensor, optional
-        the part of JJᵀ outside a span of gradients, `(B·S, L, c, c)` at each of its
-        levels, see `Span`
+        the part of JD⁻¹Jᵀ outside the basis at each position, cut into n parts,
+        `(B·S, n, c, c)`; see `GradientSplit`
     outputs : torch.Tensor, optional
         `(B·S, c)`, where features and residuals are of c of the C outputs: which ones
     """
@@ -110,13 +102,12 @@ class Features:
     phi: torch.Tensor
     positions: Positions
     residual: torch.Tensor | None = None
-    outside_span: torch.Tensor | None = None
     outputs: torch.Tensor | None = None
 
     def is_finite(self) -> torch.Tensor:
         """Return whether no number is NaN or infinite, without waiting for the
         device."""
-        tensors = (self.f, self.phi, self.residual, self.outside_span)
+        tensors = (self.f, self.phi, self.residual)
         flags = [torch.isfinite(t).all() for t in tensors if t is not None]
         return torch.stack(flags).all()
 
@@ -460,9 +451,7 @@ class Linearizer:
     def features_and_residual(
         self,
         x: Any,
-        directions: torch.Tensor,
-        metric: Metric | None = None,
-        span: Span | None = None,
+        split: GradientSplit,
         create_graph: bool = False,
         top: int | None = None,
     ) -> Features:
@@ -470,12 +459,8 @@ class Linearizer:
 
         Parameters
         ----------
-        directions : torch.Tensor
-            Vᵀ `(K, P)`, orthonormal rows
-        metric : Metric, optional
-            in which gradients are measured, see `split_gradients`
-        span : Span, optional
-            outside of which there is a part that is asked for as well, at each level
+        split : GradientSplit
+            of gradients into the parts that are asked for
         create_graph : bool
             whether the result can be differentiated in x
         top : int, optional
@@ -490,16 +475,10 @@ class Linearizer:
             f"The residuals (C, C) of C={c} outputs at {B * S} positions", B * S * c * c
         )
         numbers, outputs = self._selected(batch, positions, top)
-        split = partial(
-            split_gradients,
-            directions=directions.to(self.device, self.dtype),  # once, not per chunk
-            metric=metric,
-            span=span,
-        )
-        n_rests = 1 if span is None else 1 + len(span.ranks)
+        split = split.to(self.device, self.dtype)  # once, not per chunk
         f = self._new(B, positions.n_values)
-        phi = self._new(B, S, c, len(directions))
-        products = self._new(n_rests, B, S, c, c)
+        phi = self._new(B, S, c, len(split.directions))
+        products = self._new(split.n_parts, B, S, c, c)
         # Where not even the rows of one position fit, two blocks of its outputs are in
         # memory at a time.
         at_once, together = self._sizes(batch, ready.modes.rows or RowMode.LOOP, S * c)
@@ -534,8 +513,7 @@ class Linearizer:
             positions.rows(f),
             phi.flatten(0, 1),
             positions,
-            products[0],
-            None if span is None else products[1:].transpose(0, 1),
+            products.transpose(0, 1),
             outputs,
         )
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from laplace_ella.derivatives.complements import Sketch, Span
 from laplace_ella.derivatives.linearizer import ExampleBytes, Linearizer
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import ComputeOptions, Modes
@@ -20,6 +19,7 @@ from laplace_ella.fitting.data import TrainingData, loader_batches
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
+from laplace_ella.posterior.span import Sketch, Span
 from laplace_ella.support.batches import (
     OutputLayout,
     batch_size,
@@ -335,8 +335,8 @@ def fit_from_state(
         signs = span["signs"]
         sketch = Sketch(None if signs is None else signs.to(home), span["size"])
         directions = span["directions"].to(home)
-        levels = (tuple(span[name]) for name in ("ranks", "usual", "largest"))
-        span = Span(directions, sketch, *levels)
+        known = span["sizes"], span["usual"], span["largest"]
+        span = Span(directions, sketch, *known)
     rows = state["training"]
     if rows is not None:
         rows = TrainingRows(**{name: t.to(here) for name, t in rows.items()})

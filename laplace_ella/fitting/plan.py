@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from laplace_ella.derivatives.backends import Curvature
-from laplace_ella.derivatives.complements import Sketch
 from laplace_ella.posterior.complement import Complement
+from laplace_ella.posterior.span import Sketch
 from laplace_ella.support.checks import positive_int
 from laplace_ella.support.memory import (
     MemoryEstimate,

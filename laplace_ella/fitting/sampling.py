@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from laplace_ella.derivatives.complements import Sketch, Span
 from laplace_ella.derivatives.linearizer import Linearizer, linearize
 from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
 from laplace_ella.fitting.checkpoint import Progress, plain_inputs, remaining_batches
@@ -26,10 +25,10 @@ from laplace_ella.posterior.basis import (
     exact_basis,
     extend_exact,
     nystrom_basis,
-    sampled_span,
 )
 from laplace_ella.posterior.complement import UNKNOWN_SPAN, Complement
 from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
+from laplace_ella.posterior.span import Sketch, Span, sampled_span
 from laplace_ella.support.batches import (
     Positions,
     batch_size,
@@ -213,7 +212,7 @@ def _gather(
     if sketch is not None and groups is not None:
         span = sampled_span(groups, sketch, basis)
         if beyond:
-            span = span.compared_with(span.norms(torch.cat(beyond), sketched=True))
+            span = span.compared_with(torch.cat(beyond))
     if plan.n_eigenvalues == "auto":
         basis = basis.truncate(int((basis.explained < AUTO_ENERGY).sum()) + 1)
     return _converted(plan, basis), span

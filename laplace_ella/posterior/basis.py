@@ -12,7 +12,6 @@ from functools import cached_property
 
 import torch
 
-from laplace_ella.derivatives.complements import Sketch, Span
 from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.support.batches import chunks, has_values
 from laplace_ella.support.preserve import full_precision
@@ -23,7 +22,6 @@ __all__ = [
     "exact_basis",
     "extend_exact",
     "nystrom_basis",
-    "sampled_span",
 ]
 
 #: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
@@ -273,19 +271,6 @@ def extend_exact(
         trace=basis.trace + energy,
     )
     return extended, both @ W
-
-
-def sampled_span(groups: torch.Tensor, sketch: Sketch, basis: NystromBasis) -> Span:
-    """Return the span of the rows that a basis was made from, by their sums in groups
-    `(M, p)`. The groups are used up."""
-    buffer = RowBuffer(
-        (groups.shape[1],), len(groups) + 1, len(groups), groups.dtype, groups.device
-    )
-    buffer.append(groups)
-    if basis.tail is None:
-        raise ValueError("The span of a summary of the gradients is not known.")
-    eigenvalues = torch.cat([basis.eigenvalues, basis.tail])
-    return Span.of(_decompose(buffer, None, True)[0].directions, sketch, eigenvalues)
 
 
 # Decompositions

@@ -1,13 +1,13 @@
 """The directions outside the basis: what the data said about them, and what is left.
 
-A gradient has three parts: in the basis; outside it, but in directions about which the
-sampled gradients say more than the prior, with eigenvalues λ of fλ > δ; in all others.
-Dropping the latter two is far too narrow, the prior for both far too wide, as if the
-data had said nothing there. Matched precisions give each part the variance that exact
-linearised Laplace has on average:
+A gradient has parts in the basis; outside it, but in the span of the sampled gradients,
+one part for each decade of their eigenvalues; and outside of both. Dropping all but the
+first is far too narrow, the prior for all others far too wide, as if the data had said
+nothing there. Matched precisions give each part the variance that exact linearised
+Laplace has on average:
 
-- α in the directions that the data know: α = Σλ / Σ λ/(fλ + δ) over their eigenvalues
-  beyond the basis leaves the effective number of parameters as it is;
+- in each decade α = Σλ / Σ λ/(fλ + δ) over its eigenvalues λ beyond the basis, which
+  leaves the effective number of parameters as it is;
 - outside this span the prior δ, if all rows were sampled. If not, the other rows touch
   some of it: as much as gradients of the data usually have there gets the precision β
   for which new inputs like the data have their variance df/(f(N − df)) on average, and
@@ -21,7 +21,7 @@ from enum import Enum
 
 import torch
 
-from laplace_ella.derivatives.complements import Span
+from laplace_ella.posterior.span import Span
 from laplace_ella.posterior.spectrum import Spectrum
 
 __all__ = ["UNKNOWN_SPAN", "Complement", "EvidenceScope", "Precisions", "Tail"]
@@ -87,12 +87,12 @@ class EvidenceScope(str, Enum):
 
 @dataclass(frozen=True)
 class Precisions:
-    """Precisions of the parts of a gradient outside the basis, scalars.
+    """Precisions of the parts of a gradient outside the basis.
 
     Attributes
     ----------
     within : torch.Tensor
-        α, in the directions that the data know
+        α `(n - 1,)`, in the decades of the span; none where there are no parts
     usual : torch.Tensor
         β, outside the span, up to `largest`
     beyond : torch.Tensor
@@ -112,24 +112,22 @@ class Precisions:
     @classmethod
     def all(cls, precision: torch.Tensor) -> Precisions:
         """Return the same for all parts."""
-        return cls(precision, precision, precision, precision)
+        return cls(precision.new_zeros(0), precision, precision, precision)
 
-    def covariance(
-        self, residual: torch.Tensor, outside_span: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the covariance from products `(..., n, n)` of the gradients' parts
-        outside the basis, and of those outside the span, at its level."""
-        covariance = residual / self.within.to(residual)
-        if outside_span is None:
-            return covariance
-        norms = outside_span.diagonal(dim1=-2, dim2=-1)
-        tiny = torch.finfo(norms.dtype).tiny
+    def covariance(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return the covariance from products `(..., n, c, c)` of the gradients' parts
+        outside the basis."""
+        if not len(self.within):
+            return residual.sum(-3) / self.single.to(residual)
+        known, outside = residual[..., :-1, :, :], residual[..., -1, :, :]
+        known = torch.einsum("...nij,n->...ij", known, 1 / self.within.to(known))
+        norms = outside.diagonal(dim1=-2, dim2=-1)
         usual = norms.clamp_max(self.largest) / self.usual.to(norms)
         beyond = (norms - self.largest).clamp_min(0) / self.beyond.to(norms)
         # Each gradient's part is scaled, so that the sum is positive semi-definite.
-        gain = (usual + beyond) / norms.clamp_min(tiny) - 1 / self.within.to(norms)
+        gain = (usual + beyond) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
         root = gain.clamp_min(0).sqrt()
-        return covariance + root.unsqueeze(-1) * outside_span * root.unsqueeze(-2)
+        return known + root.unsqueeze(-1) * outside * root.unsqueeze(-2)
 
 
 @dataclass(frozen=True)
@@ -140,28 +138,11 @@ class Tail:
     ----------
     spectrum : Spectrum
     span : Span, optional
-        of the sampled gradients, with all its levels, where it was kept
+        of the sampled gradients, where it was kept
     """
 
     spectrum: Spectrum
     span: Span | None = None
-
-    def level(self, rank: int, factor: torch.Tensor, prior: torch.Tensor) -> int:
-        """Return the level of the span with the directions that the data know better
-        than the prior does, fλ > δ.
-
-        Where not all rows were sampled it contains the K = `rank` directions of the
-        basis, as what gradients usually have outside the span must not be in the basis.
-        """
-        span = self.span
-        if span is None or not len(self.spectrum.eigenvalues):
-            return 0
-        ratio = factor.double() * self.spectrum.scaled[0] / prior.double()
-        level = span.level(float(ratio.detach()))
-        if not span.usual:
-            return level
-        enough = (i for i, n in enumerate(span.ranks) if n >= rank)
-        return max(level, next(enough, len(span.ranks) - 1))
 
     def log_det(
         self, rank: int, factor: torch.Tensor, prior: torch.Tensor
@@ -191,14 +172,22 @@ class Tail:
         """
         f, delta = factor.double().reshape(()), prior.double().reshape(())
         spectrum, n = self.spectrum, self.spectrum.n_rows
-        span = None if self.span is None else self.span.at(self.level(rank, f, delta))
+        span = self.span
+        sizes = () if span is None else span.sizes
         # Within the span, by the eigenvalues beyond the basis.
-        beyond = spectrum.scaled[rank : None if span is None else span.ranks[0]]
-        freedom_span = f * (beyond / (f * beyond + delta)).sum()
-        within = delta  # without any such direction
-        if len(beyond):
-            most = delta + f * beyond.sum()
-            within = _ratio(f * beyond.sum(), freedom_span, delta, most)
+        values = spectrum.scaled[: sum(sizes) if sizes else None].clone()
+        values[:rank] = 0
+        freedoms = values / (f * values + delta)
+        within = (
+            [  # the prior's without any such direction
+                _ratio(a.sum(), b.sum(), delta, delta + f * a.sum())
+                for a, b in zip(values.split(sizes), freedoms.split(sizes), strict=True)
+            ]
+            if sizes
+            else []
+        )
+        within = torch.stack(within) if within else f.new_zeros(0)
+        freedom_span = f * freedoms.sum()
         # New inputs like the data: their variance, less what is in basis and span.
         freedom = spectrum.degrees_of_freedom(delta / f)
         n = max(n, 1)  # without data nothing is known, and the prior holds
@@ -206,9 +195,9 @@ class Tail:
         variance = variance - freedom_within / (f * n)
         norm = (spectrum.trace - trace_within).clamp_min(0) / n
         single = _ratio(norm, variance, delta, delta + f * spectrum.n_rows * norm)
-        if span is None or not span.usual:
+        if span is None or span.usual is None:
             return Precisions(within, delta, delta, single)
-        norm, largest = span.usual[0], span.largest[0]
+        norm, largest = span.usual, span.largest
         most = delta + f * spectrum.n_rows * norm
         unexplained = variance - freedom_span / (f * n)
         usual = _ratio(norm, unexplained, delta, most)

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from laplace_ella.derivatives.complements import Span
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.complement import Complement, EvidenceScope, Tail
 from laplace_ella.posterior.likelihood import losses
 from laplace_ella.posterior.observation import Family, ObservationModel
 from laplace_ella.posterior.posterior import SubspacePosterior
+from laplace_ella.posterior.span import Span
 from laplace_ella.posterior.spectrum import Spectrum
 from laplace_ella.support.batches import has_values
 

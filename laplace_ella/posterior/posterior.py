@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from laplace_ella.derivatives.complements import Metric, Span
+from laplace_ella.derivatives.complements import GradientSplit
 from laplace_ella.errors import NumericalWarning, warn_caller
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.complement import (
@@ -29,23 +29,21 @@ from laplace_ella.posterior.complement import (
     Precisions,
     Tail,
 )
-from laplace_ella.posterior.observation import FunctionValues, psd_root
-from laplace_ella.support.batches import has_values
+from laplace_ella.posterior.observation import FunctionValues
 
 __all__ = ["SubspacePosterior"]
 
 
 def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
     """Return the lower factor; a matrix that is not quite definite gets a jitter."""
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    if not has_values(info) or not info.any():
-        return factor
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    scale = float(diagonal.detach().abs().mean())
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    jitter = 0.0
+    failed = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        return torch.linalg.cholesky(matrix)
+    except failed:
+        scale, jitter = float(matrix.detach().diagonal().abs().mean()), 0.0
     for exponent in range(-14, -3):
         jitter = scale * 10.0**exponent
+        eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
         factor, info = torch.linalg.cholesky_ex(matrix + jitter * eye)
         if not info.any():
             warn_caller(
@@ -54,35 +52,17 @@ def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
                 NumericalWarning,
             )
             return factor
-    raise torch.linalg.LinAlgError(  # pyright: ignore[reportPrivateImportUsage]
+    raise failed(
         "The posterior precision is not positive definite, even after adding "
         f"{jitter:.1e} to its diagonal. Check the prior precision and the data."
     )
-
-
-class _LogDet(torch.autograd.Function):
-    """log det with its gradient G⁻¹, at a fifth of the cost of the factor's own."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:
-        factor = _cholesky(matrix)
-        ctx.save_for_backward(matrix, factor)
-        return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> torch.Tensor:
-        (grad,) = grad_outputs
-        matrix, factor = ctx.saved_tensors
-        twice = torch.is_grad_enabled()  # the gradient is differentiated in turn
-        inverse = torch.linalg.inv(matrix) if twice else torch.cholesky_inverse(factor)
-        return grad[..., None, None] * inverse
 
 
 def _log_det(matrix: torch.Tensor) -> torch.Tensor:
     """Return log det of a positive definite matrix, or of a diagonal `(K,)`."""
     if matrix.ndim == 1:
         return matrix.log().sum()
-    return _LogDet.apply(matrix)  # pyright: ignore[reportReturnType]
+    return torch.linalg.slogdet(matrix)[1]
 
 
 def _times(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -363,41 +343,22 @@ class SubspacePosterior:
         return self.complement is not Complement.DROP
 
     @property
-    def weighs_gradients(self) -> bool:
-        """Whether features and residuals depend on the prior."""
-        return self.needs_residual and not self.is_scalar
+    def prior_of_gradients(self) -> torch.Tensor | None:
+        """The prior that features and residuals depend on; None where they serve every
+        scalar one."""
+        return self.prior if self.needs_residual and not self.is_scalar else None
 
     @property
-    def metric(self) -> Metric | None:
-        """How gradients are measured, see `split_gradients`.
-
-        None stands for weights one: features and residuals that hold for every scalar
-        prior.
-        """
-        if not self.weighs_gradients:
-            return None
-        weights = 1 / self.prior_diagonal()
-        return Metric(weights.detach(), self.prior_on_subspace.detach())
-
-    @property
-    def levels(self) -> Span | None:
-        """A span outside of which predictions need a part of J(x) as well, at all
-        levels: for every prior and noise."""
-        if self.complement is not Complement.MATCHED or self.tail is None:
-            return None
-        return self.tail.span
-
-    @cached_property
-    def span(self) -> Span | None:
-        """The same at the level of this posterior."""
-        levels = self.levels
-        return None if levels is None else levels.at(self._level)
-
-    @cached_property
-    def _level(self) -> int:
-        if self.tail is None:
-            return 0
-        return self.tail.level(self.rank, self.factor, self.prior)
+    def gradient_split(self) -> GradientSplit:
+        """Splits gradients into features and what else predictions need of them."""
+        V, tail = self.basis.directions, self.tail
+        if self.prior_of_gradients is not None:
+            weights = (1 / self.prior_diagonal()).detach()
+            return GradientSplit(V, weights, self.prior_on_subspace.detach())
+        if self.complement is Complement.MATCHED and tail and tail.span:
+            parts, n_parts = tail.span.parts, len(tail.span.sizes) + 1
+            return GradientSplit(V, parts=parts, n_parts=n_parts)
+        return GradientSplit(V)
 
     @cached_property
     def outside(self) -> Precisions:
@@ -419,7 +380,6 @@ class SubspacePosterior:
         f: torch.Tensor,
         phi: torch.Tensor,
         residual: torch.Tensor | None = None,
-        outside_span: torch.Tensor | None = None,
         outputs: torch.Tensor | None = None,
     ) -> FunctionValues:
         """Return the Gaussian over f(x).
@@ -427,64 +387,28 @@ class SubspacePosterior:
         Parameters
         ----------
         f : torch.Tensor
-            outputs of the model `(B, C)`
+            outputs of the model `(..., C)`
         phi : torch.Tensor
-            features `(B, c, K)` of all outputs, or of c of them
+            features `(..., c, K)` of all outputs, or of c of them
         residual : torch.Tensor, optional
-            products `(B, c, c)` of the gradients' parts outside the basis
-        outside_span : torch.Tensor, optional
-            the same outside the span `(B, L, c, c)`: at all its levels, or at the one
-            of this posterior
+            products `(..., n, c, c)` of the n parts of the gradients outside the basis
         outputs : torch.Tensor, optional
             which outputs of each row features are of, `(B, c)`; None for all
         """
-        factor, residual = self._factor_and_residual(phi, residual, outside_span)
-        if outputs is None:
-            return FunctionValues(f, factor, residual)
-        return FunctionValues.of_outputs(f, factor, residual, outputs)
-
-    def joint_covariance(
-        self,
-        phi: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        outside_span: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return `(..., n, n)` from features `(..., n, K)` and, if needed, residuals
-        `(..., n, n)` and what is outside the span, `(..., L, n, n)`."""
-        factor, residual = self._factor_and_residual(phi, residual, outside_span)
-        covariance = factor @ factor.mT
-        return covariance if residual is None else covariance + residual
-
-    def joint_root(
-        self,
-        phi: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        outside_span: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return R `(n, ...)` with RRᵀ the joint covariance, for samples."""
+        root = self.scale
         if not self.needs_residual:
-            return self._factor_and_residual(phi, None, None)[0]
-        return psd_root(self.joint_covariance(phi, residual, outside_span))
-
-    def _factor_and_residual(
-        self,
-        phi: torch.Tensor,
-        residual: torch.Tensor | None,
-        outside_span: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return A and the residual with JΣJᵀ = AAᵀ + residual."""
-        if not self.needs_residual:
-            return _times(phi, self.scale), None
-        if residual is None or (self.levels is not None and outside_span is None):
+            residual = None
+        elif residual is None or residual.shape[-3] < self.gradient_split.n_parts:
             raise ValueError(
                 f"complement={self._complement_text} needs the part of J(x) outside "
                 "the basis besides the features; make the cache with this posterior, "
                 "after setting the complement."
             )
-        if not self.is_scalar:  # φ = JD⁻¹V, A = JW G^{-1/2}
-            return _times(phi, self.prior_on_subspace @ self.scale), residual
-        beyond = None
-        if self.levels is not None and outside_span is not None:
-            several = outside_span.shape[-3] > 1
-            beyond = outside_span.select(-3, self._level if several else 0)
-        return _times(phi, self.scale), self.outside.covariance(residual, beyond)
+        elif self.is_scalar:
+            residual = self.outside.covariance(residual)
+        else:  # φ = JD⁻¹V, the factor is JW G^{-1/2}
+            root, residual = self.prior_on_subspace @ root, residual.sum(-3)
+        factor = _times(phi, root)
+        if outputs is None:
+            return FunctionValues(f, factor, residual)
+        return FunctionValues.of_outputs(f, factor, residual, outputs)

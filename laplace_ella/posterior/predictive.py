@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from laplace_ella.derivatives.complements import split_gradients
 from laplace_ella.derivatives.linearizer import Features, Linearizer
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.observation import (
@@ -20,6 +19,7 @@ from laplace_ella.posterior.observation import (
     Link,
     ObservationModel,
     draw,
+    psd_root,
 )
 from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.support.batches import OutputLayout, Positions, chunks
@@ -43,19 +43,14 @@ def features_for(
     x: Any,
     create_graph: bool = False,
     top: int | None = None,
-    every_level: bool = False,
 ) -> Features:
     """Return outputs and features of inputs on the device and, where the complement is
     kept, the part of their gradients outside the basis; of the `top` outputs, or all.
-
-    `every_level` is for use with other priors and noises than the posterior's."""
-    directions = posterior.basis.directions
+    """
     if not posterior.needs_residual:
-        return linearizer.features(x, directions, create_graph, top)
-    span = posterior.levels if every_level else posterior.span
-    return linearizer.features_and_residual(
-        x, directions, posterior.metric, span, create_graph, top
-    )
+        return linearizer.features(x, posterior.basis.directions, create_graph, top)
+    split = posterior.gradient_split
+    return linearizer.features_and_residual(x, split, create_graph, top)
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,6 @@ class Predictor:
                     features.f,
                     features.phi,
                     features.residual,
-                    features.outside_span,
                     features.outputs,
                 )
             yield values, features.positions
@@ -164,10 +158,10 @@ class Predictor:
 
     def joint(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean `(n,)` and covariance `(n, n)` of all n = B·S·C values."""
-        f, *parts = self._joint_parts(x)
+        values = self._joint_values(x)
         with full_precision(self.linearizer.device):
-            covariance = self.posterior.joint_covariance(*parts)
-        return f.flatten().to(self.dtype), covariance.to(self.dtype)
+            covariance = values.covariance()
+        return values.mean.flatten().to(self.dtype), covariance.to(self.dtype)
 
     def joint_groups(
         self, x: torch.Tensor, size: int
@@ -179,41 +173,34 @@ class Predictor:
             at_once = max(1, BUDGET // (n_values * self.linearizer.n_params))
         means, covariances = [], []
         for part in x.split(size * at_once):
-            f, *products = self._joint_parts(part, len(part) // size)
-            means.append(f.reshape(len(part) // size, -1))
+            n_groups = len(part) // size
+            values = self._joint_values(part, n_groups)
+            means.append(values.mean.reshape(n_groups, -1))
             with full_precision(self.linearizer.device):
-                covariances.append(self.posterior.joint_covariance(*products))
+                covariances.append(values.covariance())
         return torch.cat(means).to(self.dtype), torch.cat(covariances).to(self.dtype)
 
-    def _joint_parts(
-        self, x: Any, n_groups: int | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """Return outputs as the model gives them, features `(n, K)` and, if needed,
-        residuals `(n, n)` of all n = B·S·C function values, or of those of each group
-        `(b, n, ...)`."""
-        groups = () if n_groups is None else (n_groups,)
-        if not self.posterior.needs_residual:
-            features = features_for(
-                self.posterior, self.linearizer, x, self.create_graph
-            )
-            phi = features.positions.outputs(features.phi)
-            phi = phi.reshape(*groups, -1, phi.shape[-1])
-            return features.positions.restore(features.f), phi
-        f, J, positions = self.linearizer.jacobian(x, self.create_graph)
-        J = J.reshape(*groups, -1, J.shape[-1])
-        return f.unflatten(1, positions.output_shape), *self._products(J)
+    def _joint_values(self, x: Any, n_groups: int | None = None) -> FunctionValues:
+        """Return the Gaussian over all n = B·S·C function values, or over those of each
+        group; its mean as the model gives it."""
+        groups, linearizer = () if n_groups is None else (n_groups,), self.linearizer
+        if self.posterior.needs_residual:
+            f, J, positions = linearizer.jacobian(x, self.create_graph)
+            f = f.unflatten(1, positions.output_shape)
+            return self._values_of(f, J.reshape(*groups, -1, J.shape[-1]))
+        features = features_for(self.posterior, linearizer, x, self.create_graph)
+        phi = features.positions.outputs(features.phi)
+        phi = phi.reshape(*groups, -1, phi.shape[-1])
+        f = features.positions.restore(features.f)
+        with full_precision(linearizer.device):
+            return self.posterior.function_values(f, phi)
 
-    def _products(self, J: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return features `(..., n, K)` of gradients `(..., n, P)` and, if needed, the
-        products of their parts outside the basis and, `(..., 1, n, n)`, the span."""
-        posterior = self.posterior
+    def _values_of(self, f: torch.Tensor, J: torch.Tensor) -> FunctionValues:
+        """Return the Gaussian over values f whose gradients are J `(..., n, P)`."""
         with full_precision(J.device):
-            phi, rest, *beyond = split_gradients(
-                J, posterior.basis.directions.to(J), posterior.metric, posterior.span
-            )
-            if not posterior.needs_residual:
-                return (phi,)
-            return phi, rest @ rest.mT, *((b @ b.mT).unsqueeze(-3) for b in beyond)
+            phi, *rests = self.posterior.gradient_split(J)
+            residual = torch.stack([rest @ rest.mT for rest in rests], -3)
+            return self.posterior.function_values(f, phi, residual)
 
     def joint_samples(
         self, x: Any, n_samples: int, generator: torch.Generator | None
@@ -235,9 +222,11 @@ class Predictor:
                     )
                 samples.append(self._values_at(x, offsets))
             return torch.cat(samples)
-        f, *parts = self._joint_parts(x)
+        values = self._joint_values(x)
+        f, root = values.mean, values.factor  # (n, R)
         with full_precision(linearizer.device):
-            root = posterior.joint_root(*parts)  # (n, R)
+            if values.residual is not None:
+                root = psd_root(values.covariance())
             noise = torch.randn(n_samples, root.shape[1], **drawn, dtype=root.dtype)
             return (f + (noise @ root.mT).unflatten(-1, f.shape)).to(self.dtype)
 
@@ -268,5 +257,7 @@ class Predictor:
     def covariance_of(self, J: torch.Tensor, joint: bool = False) -> torch.Tensor:
         """Return the covariance `(B, C, C)` of Jacobians `(B, C, P)`, or one matrix."""
         J = J.to(self.linearizer.dtype)
-        parts = self._products(J.flatten(0, 1) if joint else J)
-        return self.posterior.joint_covariance(*parts).to(self.dtype)
+        J = J.flatten(0, 1) if joint else J
+        values = self._values_of(J[..., 0], J)  # any mean
+        with full_precision(J.device):
+            return values.covariance().to(self.dtype)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from laplace_ella.derivatives.complements import in_levels
 from laplace_ella.derivatives.jacobians import largest
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.posterior.likelihood import IGNORED, observed, target_rows
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.posterior.predictive import features_for
+from laplace_ella.posterior.span import decades
 from laplace_ella.support.checks import check_finite
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 #: The fields with one row per example.
-_ROWS = ("f_mu", "phi", "targets", "residual", "outside_span", "outputs")
+_ROWS = ("f_mu", "phi", "targets", "residual", "outputs")
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,13 @@ class FeatureCache:
     targets : torch.Tensor
         `(N, ...)`
     residual : torch.Tensor, optional
-        the part of J(x)D⁻¹J(x)ᵀ outside the basis, `(N, C, C)`, for the complement;
-        with D = 1 it holds for every scalar prior
+        the part of J(x)D⁻¹J(x)ᵀ outside the basis, for the complement; with D = 1 it
+        holds for every scalar prior. For `complement="matched"` in n parts, else in one
+        `(N, n, C, C)`
     spectrum : torch.Tensor, optional
         eigenvalues of the basis `(K,)`, by which it is recognised
     prior : torch.Tensor, optional
         the prior precision that features and residual were made for, if not scalar
-    outside_span : torch.Tensor, optional
-        the part of J(x)J(x)ᵀ outside each level of the span of the sampled gradients,
-        `(N, L, C, C)`, for `complement="matched"`
     outputs : torch.Tensor, optional
         `(N, m)`, where features and residuals are of m of the C outputs: which ones,
         the largest first; see `ELLALaplace.top_outputs`
@@ -79,7 +77,6 @@ class FeatureCache:
     residual: torch.Tensor | None = None
     spectrum: torch.Tensor | None = None
     prior: torch.Tensor | None = None
-    outside_span: torch.Tensor | None = None
     outputs: torch.Tensor | None = None
 
     @classmethod
@@ -134,26 +131,25 @@ class FeatureCache:
             )
         if rank == self.rank:
             return self
-        residual, outside = self.residual, self.outside_span
-        beyond = self.phi[..., rank:]
+        residual, beyond = self.residual, self.phi[..., rank:]
         if residual is not None and self.prior is not None:
             raise ValueError(
                 "Features for a prior that is not scalar cannot be truncated: make the "
                 "cache again after truncating the posterior."
             )
         if residual is not None:
-            residual = residual + beyond @ beyond.mT
-        if outside is not None and self.spectrum is not None:
-            # At each level, the directions cut off that do not belong to its span.
-            known = in_levels(self.spectrum, outside.shape[1])[:, rank:]  # (L, k)
-            known[-1] = True
-            unknown = beyond.unsqueeze(1) * ~known.unsqueeze(1)
-            outside = outside + unknown @ unknown.mT
+            at, n_known = 0, residual.shape[1] - 1
+            if n_known and self.spectrum is not None:
+                at = decades(self.spectrum[rank:], self.spectrum[0])
+                at = at.clamp_max(n_known - 1)
+            parts = residual.new_zeros(n_known + 1, beyond.shape[-1])
+            parts[at, torch.arange(beyond.shape[-1])] = 1
+            weighted = beyond.unsqueeze(1) * parts.unsqueeze(1)
+            residual = residual + weighted @ weighted.mT
         return replace(
             self,
             phi=self.phi[..., :rank],
             residual=residual,
-            outside_span=outside,
             spectrum=None if self.spectrum is None else self.spectrum[:rank],
         )
 
@@ -175,8 +171,8 @@ class FeatureCache:
         at = at.expand_as(outputs)
         residual = self.residual
         if residual is not None:
-            residual = residual.take_along_dim(at.unsqueeze(-1), 1)
-            residual = residual.take_along_dim(at.unsqueeze(1), 2)
+            rows, columns = at[:, None, :, None], at[:, None, None]
+            residual = residual.take_along_dim(rows, 2).take_along_dim(columns, 3)
         phi = self.phi.take_along_dim(at.unsqueeze(-1), 1)
         return replace(self, phi=phi, residual=residual, outputs=outputs)
 
@@ -189,7 +185,7 @@ class FeatureCache:
                 "The cache was made with another basis than the posterior has; make "
                 "it again with this posterior."
             )
-        needed = _prior_of(posterior)
+        needed = posterior.prior_of_gradients
         if not _same(cache.prior, needed):
             had, has = (
                 "any scalar prior" if p is None else f"one prior of {len(p)} values"
@@ -200,11 +196,7 @@ class FeatureCache:
                 "complement='prior' and a prior that is not scalar, features depend "
                 "on the prior; make the cache again with this posterior."
             )
-        if not posterior.needs_residual:
-            return replace(cache, residual=None, outside_span=None)
-        if posterior.levels is None:
-            return replace(cache, outside_span=None)
-        return cache
+        return cache if posterior.needs_residual else replace(cache, residual=None)
 
     def __getitem__(self, index: slice | torch.Tensor) -> FeatureCache:
         """Return some of the examples."""
@@ -253,12 +245,6 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b or (a.shape == b.shape and torch.equal(a, b.to(a)))
 
 
-def _prior_of(posterior: SubspacePosterior) -> torch.Tensor | None:
-    """Return the prior that features depend on, None where they do not."""
-    depends = posterior.needs_residual and posterior.prior.numel() > 1
-    return posterior.prior if depends else None
-
-
 def cache_batches(
     posterior: SubspacePosterior,
     linearizer: Linearizer,
@@ -267,11 +253,11 @@ def cache_batches(
 ) -> FeatureCache:
     """Return features and targets of all batches (inputs on the device, targets)."""
     caches, finite = [], []
-    spectrum, prior = posterior.basis.eigenvalues, _prior_of(posterior)
+    spectrum, prior = posterior.basis.eigenvalues, posterior.prior_of_gradients
     top = observation.top_outputs
     for x, y in batches:
         parts = [
-            features_for(posterior, linearizer, part, top=top, every_level=True)
+            features_for(posterior, linearizer, part, top=top)
             for part in linearizer.parts(x, posterior.rank)
         ]
         positions, start = parts[0].positions, 0
@@ -291,7 +277,6 @@ def cache_batches(
                 residual,
                 spectrum,
                 prior,
-                part.outside_span,
                 part.outputs,
             )
             if known is not None and positions.shape:

@@ -164,7 +164,7 @@ class Validator:
             cache = cache.serving(posterior)
         for part in cache.batches():
             values = posterior.function_values(
-                part.f_mu, part.phi, part.residual, part.outside_span, part.outputs
+                part.f_mu, part.phi, part.residual, part.outputs
             )
             yield values, part.targets
 
