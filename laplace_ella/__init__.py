@@ -4,6 +4,9 @@ Importing the package registers `hessian_structure="nystrom"` with `laplace.Lapl
 """
 
 from laplace_ella import errors, metrics, plotting
+from laplace_ella.comparison.compare import compare
+from laplace_ella.comparison.methods import Method, available_methods, default_methods
+from laplace_ella.comparison.report import Report
 from laplace_ella.derivatives.modes import ComputeOptions
 from laplace_ella.diagnostics import diagnose
 from laplace_ella.ella import ELLALaplace
@@ -41,7 +44,12 @@ __all__ = [  # noqa: RUF022, grouped by what they are
     "NystromBasis",
     "SubspacePosterior",
     # Looking at them
+    "Method",
+    "Report",
+    "available_methods",
+    "compare",
     "decompose",
+    "default_methods",
     "diagnose",
     "errors",
     "metrics",

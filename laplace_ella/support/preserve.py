@@ -21,6 +21,7 @@ __all__ = [
     "autocast_enabled",
     "differentiable_kernels",
     "full_precision",
+    "random_states",
     "seeded_iteration",
     "undisturbed",
 ]
@@ -116,6 +117,18 @@ def _to_the_end(restore: Callable[[], None]) -> None:
 
 
 # Random states
+
+
+@contextmanager
+def random_states(*loaders: Any) -> Iterator[None]:
+    """Put back all random states that a block changes: the global ones of torch, NumPy
+    and Python, and those of the loaders."""
+    sources = [each for loader in (None, *loaders) for each in _random_sources(loader)]
+    before = [read() for read, _ in sources]
+    try:
+        yield
+    finally:
+        _write(sources, before)
 
 
 def seeded_iteration(loader: Iterable[Any]) -> Iterator[Any]:
