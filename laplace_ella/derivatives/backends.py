@@ -7,19 +7,24 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from laplace import curvature
 
-from laplace_ella.derivatives.jacobians import pull_back, rows_by_loop
+from laplace_ella.derivatives.jacobians import (
+    pull_back,
+    rows_by_loop,
+    rows_by_vmap,
+)
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import RowMode
 from laplace_ella.errors import UnsupportedLayerError
 from laplace_ella.support.batches import Batch, has_values
 from laplace_ella.support.preserve import full_precision
 
-__all__ = ["BACKEND_OF", "Curvature", "Resolved", "check_rows", "resolve"]
+__all__ = ["BACKEND_OF", "ROWS", "Curvature", "Resolved", "check_rows", "resolve"]
 
 logger = logging.getLogger("laplace_ella")
 
@@ -213,6 +218,15 @@ def rows_by_backend(
         return f.to(J), rows if directions is None else rows @ directions.T
 
 
+#: Ways to compute rows, by their modes.
+ROWS = {
+    RowMode.VMAP: rows_by_vmap,
+    RowMode.LOOP: rows_by_loop,
+    RowMode.BACKPACK: partial(rows_by_backend, RowMode.BACKPACK),
+    RowMode.ASDL: partial(rows_by_backend, RowMode.ASDL),
+}
+
+
 def check_rows(mode: RowMode, fn: ModelFunction, batch: Batch, n_outputs: int) -> None:
     """Compare rows with autograd's, and refuse layers on which they differ.
 
@@ -246,7 +260,7 @@ def check_rows(mode: RowMode, fn: ModelFunction, batch: Batch, n_outputs: int) -
     eps = max([torch.finfo(p.dtype).eps for p in fn.parameters()])
     tolerance = eps ** (1 / 3)  # far above rounding, far below a wrong gradient
     least = NEGLIGIBLE * torch.cat(gradients, 1).norm(dim=1)
-    pieces = rows.squeeze(1).split(fn.numels(), 1)
+    pieces = rows.squeeze(1).split(fn.numels, 1)
     for name, a, e in zip(fn.names, pieces, gradients, strict=True):
         # Not the other way round: a NaN is different.
         if not ((a - e).norm(dim=1) <= tolerance * (e.norm(dim=1) + least)).all():

@@ -7,14 +7,10 @@ single operators, one that is too large falls out of the processor's cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from laplace_ella.derivatives.model_function import ModelFunction
-from laplace_ella.support.batches import has_values
-
-__all__ = ["ExampleBytes", "PassCost", "pass_limit", "traced_outputs"]
+__all__ = ["ExampleBytes", "PassCost", "pass_limit"]
 
 #: Bytes that one pass may take, and as much again its results; the share of a memory
 #: budget that they may take where one is given.
@@ -36,39 +32,15 @@ LIVE_RESULTS = 4
 @dataclass(frozen=True)
 class ExampleBytes:
     """Bytes of the largest and of all results that a backward pass of one example of
-    the first batch needs, and how many numbers its inputs have."""
+    the first batch needs."""
 
     largest: int
     total: int
-    elements: int
 
     def scaled(self, factor: float) -> ExampleBytes:
         """Return the same for results so many times as large."""
         largest, total = int(factor * self.largest), int(factor * self.total)
-        return ExampleBytes(max(1, largest), max(1, total), self.elements)
-
-
-def traced_outputs(fn: ModelFunction, x: Any) -> tuple[Any, int, int]:
-    """Return the model's outputs, and bytes of the largest and of all results that
-    their backward pass needs; weights do not count."""
-    weights, kept = set(), {}
-    for p in fn.model.parameters():
-        if has_values(p):  # fake tensors have no place in memory
-            weights.add(p.untyped_storage().data_ptr())
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if has_values(tensor):
-            place = tensor.untyped_storage().data_ptr()
-            if place not in weights:
-                kept[place] = max(kept.get(place, 0), tensor.nbytes)
-        return tensor
-
-    params = [p.requires_grad_() for p in fn.parameters()]
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with torch.enable_grad(), hooks:
-        f = fn(params, x)
-    outputs = f.nbytes if isinstance(f, torch.Tensor) else 0
-    return f, max([*kept.values(), outputs]), sum(kept.values()) + outputs
+        return ExampleBytes(max(1, largest), max(1, total))
 
 
 def pass_limit(device: torch.device, budget: int | None) -> int:

@@ -11,6 +11,7 @@ them, P parameters, K rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ import torch.nn.functional as F
 from torch.func import jvp, vjp, vmap
 
 from laplace_ella.derivatives.model_function import ModelFunction
-from laplace_ella.support.batches import Batch
+from laplace_ella.derivatives.modes import FeatureMode
+from laplace_ella.support.batches import Batch, Positions
 from laplace_ella.support.preserve import full_precision
 
 __all__ = [
+    "FEATURES",
+    "Features",
     "features_by_double_vjp",
     "features_by_forward",
     "largest",
@@ -31,6 +35,39 @@ __all__ = [
     "rows_by_vmap",
     "times_directions",
 ]
+
+
+@dataclass(frozen=True)
+class Features:
+    """Outputs and features of B inputs at S positions each, as rows.
+
+    Attributes
+    ----------
+    f : torch.Tensor
+        outputs `(B·S, C)`
+    phi : torch.Tensor
+        J(x)V, or J(x)D⁻¹V where the prior's metric was asked for, `(B·S, c, K)`
+    positions : Positions
+        of these inputs, to restore the model's shapes
+    residual : torch.Tensor, optional
+        the part of JD⁻¹Jᵀ outside the basis at each position, cut into n parts,
+        `(B·S, n, c, c)`; see `GradientSplit`
+    outputs : torch.Tensor, optional
+        `(B·S, c)`, where features and residuals are of c of the C outputs: which ones
+    """
+
+    f: torch.Tensor
+    phi: torch.Tensor
+    positions: Positions
+    residual: torch.Tensor | None = None
+    outputs: torch.Tensor | None = None
+
+    def is_finite(self) -> torch.Tensor:
+        """Return whether no number is NaN or infinite, without waiting for the
+        device."""
+        tensors = (self.f, self.phi, self.residual)
+        flags = [torch.isfinite(t).all() for t in tensors if t is not None]
+        return torch.stack(flags).all()
 
 
 # Which outputs
@@ -84,7 +121,7 @@ def rows_by_vmap(
     def single(
         leaves: list[torch.Tensor], cotangents: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        one = batch.with_leaves([v.unsqueeze(0) for v in leaves])
+        one = batch.with_leaves([v.unsqueeze(0) for v in leaves], 1).inputs
         f, pull = vjp(lambda p: fn(p, one).flatten(), params)[:2]
         if len(cotangents) == 1:  # one batched dimension less is a third faster
             grads = [g.unsqueeze(0) for g in pull(cotangents[0].to(f))[0]]
@@ -182,7 +219,8 @@ def features_by_forward(
 
     out_dims: Any = (None, -1)
     with torch.set_grad_enabled(create_graph):
-        tangents = _tangents(fn, directions, params)
+        pairs = zip(fn.split(directions), params, strict=True)
+        tangents = tuple([v.to(p.dtype) for v, p in pairs])
         f, phi = vmap(push, out_dims=out_dims, randomness="same")(tangents)
         return f.to(fn.dtype), phi.to(fn.dtype)
 
@@ -204,11 +242,11 @@ def features_by_double_vjp(
             f, params, u, create_graph=True, materialize_grads=True
         )
         used = [i for i, g in enumerate(pulled) if g.requires_grad]
-        for tangent in zip(*_tangents(fn, directions, params), strict=True):
+        for tangent in zip(*fn.split(directions), strict=True):
             (column,) = torch.autograd.grad(
                 [pulled[i] for i in used],
                 u,
-                [tangent[i] for i in used],
+                [tangent[i].to(pulled[i]) for i in used],
                 retain_graph=True,
                 create_graph=create_graph,
             )
@@ -217,9 +255,8 @@ def features_by_double_vjp(
     return (f, phi) if create_graph else (f.detach(), phi.detach())
 
 
-def _tangents(
-    fn: ModelFunction, directions: torch.Tensor, params: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Return directions as changes of the parameters, in their dtypes."""
-    pairs = zip(fn.split(directions), params, strict=True)
-    return tuple([v.to(p.dtype) for v, p in pairs])
+#: Ways to compute features without rows, by their modes.
+FEATURES = {
+    FeatureMode.FORWARD: features_by_forward,
+    FeatureMode.DOUBLE_REVERSE: features_by_double_vjp,
+}

@@ -1,7 +1,6 @@
 """One linearisation of a model: rows of J(x) and features J(x)V, batch after batch.
 
-Models differ in which derivatives they support and which are fast. `Linearizer.decide`
-finds out once, on the first batch; nothing changes afterwards.
+Which ways of differentiation are taken was decided on the first batch, see `decide`.
 
 Index legend: B batch, S positions, C outputs at each, c of them selected, O = S·C,
 P parameters, K rank.
@@ -9,36 +8,24 @@ P parameters, K rank.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from laplace_ella.derivatives.backends import BACKEND_OF, check_rows, rows_by_backend
+from laplace_ella.derivatives.backends import BACKEND_OF, ROWS
 from laplace_ella.derivatives.chunk_sizes import (
     LIVE_RESULTS,
     ExampleBytes,
     PassCost,
     pass_limit,
-    traced_outputs,
 )
 from laplace_ella.derivatives.complements import GradientSplit, accurate_product
-from laplace_ella.derivatives.jacobians import (
-    features_by_double_vjp,
-    features_by_forward,
-    largest,
-    one_hot,
-    rows_by_loop,
-    rows_by_vmap,
-)
+from laplace_ella.derivatives.jacobians import FEATURES, Features, largest, one_hot
 from laplace_ella.derivatives.model_function import ModelFunction, clearer_error
 from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, Modes, RowMode
-from laplace_ella.derivatives.trials import fastest
 from laplace_ella.errors import InsufficientMemoryError
 from laplace_ella.support.batches import (
     Batch,
@@ -54,62 +41,11 @@ from laplace_ella.support.preserve import (
     differentiable_kernels,
 )
 
-__all__ = ["ExampleBytes", "Features", "Linearizer", "linearize"]
-
-logger = logging.getLogger("laplace_ella")
-
-#: The ways by their modes; features in reverse mode are rows times V.
-ROWS = {
-    RowMode.VMAP: rows_by_vmap,
-    RowMode.LOOP: rows_by_loop,
-    RowMode.BACKPACK: partial(rows_by_backend, RowMode.BACKPACK),
-    RowMode.ASDL: partial(rows_by_backend, RowMode.ASDL),
-}
-FEATURES = {
-    FeatureMode.FORWARD: features_by_forward,
-    FeatureMode.DOUBLE_REVERSE: features_by_double_vjp,
-}
-
-#: Examples of a trial at least, since a first batch may be smaller than those to come;
-#: examples of a way that takes them one by one; and directions at most.
-FEWEST_EXAMPLES, FEW_EXAMPLES, MOST_DIRECTIONS = 16, 2, 256
+__all__ = ["ExampleBytes", "Features", "Linearizer"]
 
 #: How much cheaper reverse mode must be for a few of the outputs, where features of all
 #: are better taken in another way.
 CLEAR_RATIO = 3.0
-
-
-@dataclass(frozen=True)
-class Features:
-    """Outputs and features of B inputs at S positions each, as rows.
-
-    Attributes
-    ----------
-    f : torch.Tensor
-        outputs `(B·S, C)`
-    phi : torch.Tensor
-        J(x)V, or J(x)D⁻¹V where the prior's metric was asked for, `(B·S, c, K)`
-    positions : Positions
-        of these inputs, to restore the model's shapes
-    residual : torch.Tensor, optional
-        the part of JD⁻¹Jᵀ outside the basis at each position, cut into n parts,
-        `(B·S, n, c, c)`; see `GradientSplit`
-    outputs : torch.Tensor, optional
-        `(B·S, c)`, where features and residuals are of c of the C outputs: which ones
-    """
-
-    f: torch.Tensor
-    phi: torch.Tensor
-    positions: Positions
-    residual: torch.Tensor | None = None
-    outputs: torch.Tensor | None = None
-
-    def is_finite(self) -> torch.Tensor:
-        """Return whether no number is NaN or infinite, without waiting for the
-        device."""
-        tensors = (self.f, self.phi, self.residual)
-        flags = [torch.isfinite(t).all() for t in tensors if t is not None]
-        return torch.stack(flags).all()
 
 
 @dataclass(frozen=True)
@@ -159,6 +95,17 @@ class Linearizer:
         """Return the dtype of all results."""
         return self.fn.dtype
 
+    @property
+    def _modes(self) -> tuple[FeatureMode, RowMode]:
+        """Return the ways for features and rows. Where nothing was decided, or not in
+        this precision, those of plain autograd, which work for nearly every model."""
+        features, rows = self.modes.features, self.modes.rows
+        if self.autocast == autocast_enabled(self.device) and features and rows:
+            return features, rows
+        if features is not FeatureMode.REVERSE:
+            features = FeatureMode.DOUBLE_REVERSE
+        return features, RowMode.LOOP
+
     def in_dtype(self, dtype: torch.dtype) -> Linearizer:
         """Return the same model and choice of modes, computed in another precision."""
         factor = dtype.itemsize / self.dtype.itemsize
@@ -169,8 +116,8 @@ class Linearizer:
 
     def outputs(self, x: Any) -> tuple[torch.Tensor, Positions]:
         """Return outputs `(B·S, C)` by plain forward passes, and their positions."""
-        batch = self._batch(x)
-        positions, at_once = self._positions(batch), self._sizes(batch, None, 1)[0]
+        batch = self.batch(x)
+        positions, at_once = self.positions(batch), self.pass_sizes(batch, None, 1)[0]
         f = self._new(batch.size, positions.n_values)
         for part in chunks(batch.size, at_once):
             f[part] = self._run(batch.take(part)).flatten(1)
@@ -178,14 +125,14 @@ class Linearizer:
 
     def n_values(self, x: Any) -> int:
         """Return how many outputs all examples of x have together, B·O."""
-        batch = self._batch(x)
-        return batch.size * self._positions(batch).n_values
+        batch = self.batch(x)
+        return batch.size * self.positions(batch).n_values
 
     def parts(self, x: Any, numbers_per_output: int) -> Iterator[Any]:
         """Yield x in parts whose results fit the budget: so many numbers for each
         output, in double precision."""
         batch = Batch.of(x, self.dict_key_x)
-        numbers = self._positions(batch).n_values * max(1, numbers_per_output)
+        numbers = self.positions(batch).n_values * max(1, numbers_per_output)
         at_once = pass_limit(self.device, self._budget) // (8 * numbers)
         if at_once >= batch.size:
             yield x
@@ -193,18 +140,18 @@ class Linearizer:
             for part in chunks(batch.size, at_once):
                 yield batch.take(part).inputs
 
-    def _batch(self, x: Any) -> Batch:
+    def batch(self, x: Any, detach: bool = False) -> Batch:
         """Return the inputs as examples, in memory as the weights want them.
 
         Images that were turned from (H, W, C) keep their order in memory, and with it
         all activations; ResNet-20's features in reverse mode take a fifth longer.
         """
         batch = Batch.of(x, self.dict_key_x)
-        weights = (p for p in self.fn.model.parameters() if p.ndim > 3)
-        if not all(p.is_contiguous() for p in weights):
-            return batch
-        ordered = [leaf.contiguous() for leaf in batch.leaves]
-        return replace(batch, inputs=batch.with_leaves(ordered))
+        weights = [p for p in self.fn.model.parameters() if p.ndim > 3]
+        plain = all([p.is_contiguous() for p in weights])
+        leaves = [t.contiguous() if plain else t for t in batch.leaves]
+        leaves = [t.detach() if detach else t for t in leaves]
+        return batch.with_leaves(leaves, batch.size)
 
     def _run(self, batch: Batch) -> torch.Tensor:
         """Return the model's output in its natural shape, checked."""
@@ -218,7 +165,7 @@ class Linearizer:
                 raise
             raise better from error
 
-    def _positions(self, batch: Batch) -> Positions:
+    def positions(self, batch: Batch) -> Positions:
         """Return where the outputs of one example are; for other inputs than those of
         the first batch by a forward pass of one of them."""
         shape = self.output_shape
@@ -250,16 +197,16 @@ class Linearizer:
         # Each row has a gradient and a copy, and its way back through the layers.
         return PassCost(2 * own.total, 2 * (row + own.largest))
 
-    def _sizes(
+    def pass_sizes(
         self, batch: Batch, mode: FeatureMode | RowMode | None, n_vectors: int
     ) -> tuple[int, int]:
         """Return how many examples, with how many vectors each, make one pass;
         activations are in proportion to what the inputs have of numbers."""
         own, budget = self.example_bytes, self._budget
-        factor = _elements(batch) / own.elements if batch.size else 1.0
+        factor = _n_numbers(batch.example_shapes) / _n_numbers(self.example_shapes)
         cost, wanted = self._cost(mode, own.scaled(factor)), n_vectors
         if mode in BACKEND_OF:  # which give the rows of all outputs
-            wanted = self._positions(batch).n_values
+            wanted = self.positions(batch).n_values
         examples, vectors = cost.sizes(wanted, self.device, budget)
         if isinstance(mode, RowMode) and vectors < wanted:
             return 1, n_vectors if mode in BACKEND_OF else vectors
@@ -296,14 +243,13 @@ class Linearizer:
         """
         if not len(examples):
             return
-        batch = _detached(self._batch(x))
-        ready, n_values = self._decided(batch), self._positions(batch).n_values
-        assert ready.modes.rows is not None
+        batch = self.batch(x, detach=True)
+        mode, n_values = self._modes[1], self.positions(batch).n_values
         n = _rows_per_example(examples)
-        at_once, together = self._sizes(batch, ready.modes.rows, n)
+        at_once, together = self.pass_sizes(batch, mode, n)
         at_once = min(at_once, (at_most or len(examples)) // n)
         if together < n or not at_once:
-            n, at_once = 1, self._sizes(batch, ready.modes.rows, 1)[0]
+            n, at_once = 1, self.pass_sizes(batch, mode, 1)[0]
             at_once = min(at_once, at_most or at_once)
         examples = examples.to(self.device)[::n]
         outputs = outputs.to(self.device).unflatten(0, (-1, n))
@@ -311,24 +257,16 @@ class Linearizer:
             cotangents = self._cotangents(outputs[part], n_values)
             some = batch.take(examples[part])
             with differentiable_kernels():
-                yield ROWS[ready.modes.rows](self.fn, some, cotangents)[1].flatten(0, 1)
-
-    def rows(
-        self, x: Any, examples: torch.Tensor, outputs: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the gradients (m, P) that `row_parts` yields."""
-        return torch.cat(
-            [self._new(0, self.n_params), *self.row_parts(x, examples, outputs)]
-        )
+                yield ROWS[mode](self.fn, some, cotangents)[1].flatten(0, 1)
 
     def project(
         self, x: Any, cotangents: torch.Tensor, directions: torch.Tensor
     ) -> torch.Tensor:
         """Return cᵀJ(x)V (B, n, K) for n cotangents per example (B, n, O), without
         keeping the gradients."""
-        batch = _detached(self._batch(x))
+        batch = self.batch(x, detach=True)
         directions = directions.to(self.device, self.dtype)
-        return self._decided(batch)._reverse(batch, cotangents, directions)[1]
+        return self._reverse(batch, cotangents, directions)[1]
 
     def jacobian(
         self, x: Any, create_graph: bool = False
@@ -338,14 +276,14 @@ class Linearizer:
         The result has B·O·P numbers; the passes that make it are bounded.
         """
         create_graph = create_graph and torch.is_grad_enabled()
-        batch = self._batch(x)
-        ready, positions = self._decided(batch), self._positions(batch)
+        batch = self.batch(x)
+        positions = self.positions(batch)
         n = positions.n_values
         self._check_result(
             f"Jacobians of {batch.size} examples", batch.size * n * self.n_params
         )
         numbers = torch.arange(n, device=self.device).expand(batch.size, n)
-        f, J = ready._reverse(batch, numbers, None, create_graph)
+        f, J = self._reverse(batch, numbers, None, create_graph)
         return f, J, positions
 
     def _cotangents(self, outputs: torch.Tensor, n_values: int) -> torch.Tensor:
@@ -363,18 +301,18 @@ class Linearizer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all outputs (B, O), and rows (B, n, P) or their products with V
         (B, n, K) of outputs given by numbers (B, n) or combinations (B, n, O)."""
-        n, n_values = outputs.shape[1], self._positions(batch).n_values
-        way = ROWS[self.modes.rows or RowMode.LOOP]
+        n, n_values = outputs.shape[1], self.positions(batch).n_values
+        mode = self._modes[1]
         f = self._new(batch.size, n_values)
         width = self.n_params if directions is None else len(directions)
         result = self._new(batch.size, n, width)
-        at_once, together = self._sizes(batch, self.modes.rows or RowMode.LOOP, n)
+        at_once, together = self.pass_sizes(batch, mode, n)
         with differentiable_kernels():
             for part in chunks(batch.size, at_once):
                 some = batch.take(part)
                 for block in chunks(n, together):
                     cotangents = self._cotangents(outputs[part, block], n_values)
-                    f[part], result[part, block] = way(
+                    f[part], result[part, block] = ROWS[mode](
                         self.fn, some, cotangents, directions, create_graph
                     )
         return f, result
@@ -391,19 +329,19 @@ class Linearizer:
         """Return outputs and features J(x)V for directions Vᵀ (K, P); with `top`,
         features of so many outputs at each position, the largest ones."""
         create_graph = create_graph and torch.is_grad_enabled()
-        batch, K = self._batch(x), len(directions)
-        ready, positions = self._decided(batch, K), self._positions(batch)
+        batch, K = self.batch(x), len(directions)
+        positions = self.positions(batch)
         top = None if top is None or top >= positions.n_channels else top
-        n, mode = positions.n_positions * (top or 0), ready.modes.features
+        n, mode = positions.n_positions * (top or 0), self._modes[0]
         if top is not None and CLEAR_RATIO * (2 * n + 1) < 2 * K + 1:
             mode = FeatureMode.REVERSE  # it was decided for all outputs
         if mode is FeatureMode.REVERSE or not batch.size:
             numbers, outputs = self._selected(batch, positions, top)
             V = directions.to(self.device, self.dtype)
-            f, phi = ready._reverse(batch, numbers.flatten(1), V, create_graph)
+            f, phi = self._reverse(batch, numbers.flatten(1), V, create_graph)
             phi = phi.unflatten(1, numbers.shape[1:]).flatten(0, 1)
             return Features(positions.rows(f), phi, positions, outputs=outputs)
-        f, phi = ready._forward(batch, positions, directions, create_graph)
+        f, phi = self._forward(mode, batch, directions, create_graph)
         f, phi, outputs = positions.rows(f), positions.rows(phi), None
         if top is not None:
             outputs = largest(f, top)
@@ -427,18 +365,16 @@ class Linearizer:
 
     def _forward(
         self,
+        mode: FeatureMode,
         batch: Batch,
-        positions: Positions,
         directions: torch.Tensor,
         create_graph: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs (B, O) and features (B, O, K), tangents and examples in as
         many passes as it takes."""
-        mode, K = self.modes.features, len(directions)
-        assert mode is not None
-        at_once, together = self._sizes(batch, mode, K)
-        f = self._new(batch.size, positions.n_values)
-        phi = self._new(batch.size, positions.n_values, K)
+        n_values, K = self.positions(batch).n_values, len(directions)
+        at_once, together = self.pass_sizes(batch, mode, K)
+        f, phi = self._new(batch.size, n_values), self._new(batch.size, n_values, K)
         with differentiable_kernels():
             for block in chunks(K, together):
                 V = directions[block].to(self.device, self.dtype)
@@ -467,8 +403,8 @@ class Linearizer:
             of so many outputs at each position only, the largest ones
         """
         create_graph = create_graph and torch.is_grad_enabled()
-        batch = self._batch(x)
-        ready, positions = self._decided(batch), self._positions(batch)
+        batch = self.batch(x)
+        positions = self.positions(batch)
         c = min(top or positions.n_channels, positions.n_channels)
         B, S = batch.size, positions.n_positions
         self._check_result(
@@ -481,7 +417,7 @@ class Linearizer:
         products = self._new(split.n_parts, B, S, c, c)
         # Where not even the rows of one position fit, two blocks of its outputs are in
         # memory at a time.
-        at_once, together = self._sizes(batch, ready.modes.rows or RowMode.LOOP, S * c)
+        at_once, together = self.pass_sizes(batch, self._modes[1], S * c)
         n_positions = max(1, together // c)
         n_outputs = c if together >= c else max(1, together // 2)
         for part in chunks(B, at_once):
@@ -492,7 +428,7 @@ class Linearizer:
                     block: slice, some: Batch = some, part: slice = part, at: slice = at
                 ) -> list[torch.Tensor]:
                     chosen = numbers[part, at, block]
-                    f[part], J = ready._reverse(
+                    f[part], J = self._reverse(
                         some, chosen.flatten(1), None, create_graph
                     )
                     J = J.unflatten(1, chosen.shape[1:])
@@ -530,78 +466,9 @@ class Linearizer:
                 "needs no kernel), or raise memory_budget."
             )
 
-    # Decisions
 
-    def _decided(self, batch: Batch, rank: int = 1) -> Linearizer:
-        """Return this linearizer; where nothing was decided, or not in this precision,
-        one that has decided on these inputs."""
-        decided = self.modes.features is not None and self.modes.rows is not None
-        if not batch.size or (
-            decided and self.autocast == autocast_enabled(self.device)
-        ):
-            return self
-        return self.decide(batch.inputs, rank)
-
-    def decide(self, x: Any, rank: int) -> Linearizer:
-        """Return the same with the fastest modes for K directions, tried on x."""
-        batch = _detached(self._batch(x))
-        n_values, options = self._positions(batch).n_values, self.options
-        size = max(batch.size, FEWEST_EXAMPLES)
-        batch = batch.take(torch.arange(size, device=self.device) % batch.size)
-        # The values of the directions do not matter: one for all takes no memory.
-        rank = min(rank, MOST_DIRECTIONS)
-        directions = self.fn.flat().to(self.dtype).expand(rank, -1)
-
-        def rows(
-            mode: RowMode, n: int = 1, directions: torch.Tensor | None = None
-        ) -> float:
-            """Differentiate in one pass n outputs of as many examples as fit."""
-            examples, together = self._sizes(batch, mode, n)
-            examples = FEW_EXAMPLES if mode is RowMode.LOOP else min(examples, size)
-            numbers = torch.arange(together, device=self.device)
-            units = one_hot(numbers.expand(examples, -1), n_values, self.dtype)
-            ROWS[mode](self.fn, batch.take(slice(0, examples)), units, directions)
-            return examples * (together + 1) / (n + 1)
-
-        def features(mode: FeatureMode) -> float:
-            examples, together = self._sizes(batch, mode, rank)
-            some, V = batch.take(slice(0, examples)), directions[:together]
-            FEATURES[mode](self.fn, some, V)
-            return some.size * together / rank
-
-        with differentiable_kernels(), torch.no_grad():
-            asked = [options.row_mode]
-            if options.row_mode in BACKEND_OF:
-                check_rows(options.row_mode, self.fn, batch, n_values)
-            elif options.row_mode is RowMode.AUTO:
-                asked = [RowMode.VMAP, RowMode.LOOP]
-            way = fastest({way: partial(rows, way) for way in asked}, self.device)
-            ways = {
-                FeatureMode.FORWARD: partial(features, FeatureMode.FORWARD),
-                FeatureMode.DOUBLE_REVERSE: partial(
-                    features, FeatureMode.DOUBLE_REVERSE
-                ),
-                FeatureMode.REVERSE: partial(rows, way, n_values, directions),
-            }
-            instead = {FeatureMode.DOUBLE_REVERSE: FeatureMode.FORWARD}
-            if options.feature_mode is not FeatureMode.AUTO:
-                ways = {options.feature_mode: ways[options.feature_mode]}
-            mode = fastest(ways, self.device, instead)
-        logger.info("rows of the Jacobian by %s", way.value)
-        logger.info("features by %s", mode.value)
-        modes, autocast = Modes(mode, way), autocast_enabled(self.device)
-        return replace(self, modes=modes, autocast=autocast)
-
-
-def _detached(batch: Batch) -> Batch:
-    leaves = [leaf.detach() for leaf in batch.leaves]
-    return replace(batch, inputs=batch.with_leaves(leaves))
-
-
-def _elements(batch: Batch) -> int:
-    """Return how many numbers one example has, at least one."""
-    total = sum([leaf.numel() for leaf in batch.leaves])
-    return max(1, total // max(1, batch.size))
+def _n_numbers(shapes: tuple[tuple[int, ...], ...]) -> int:
+    return max(1, sum(map(math.prod, shapes)))
 
 
 def _rows_per_example(examples: torch.Tensor) -> int:
@@ -611,56 +478,3 @@ def _rows_per_example(examples: torch.Tensor) -> int:
         return 1
     counts = examples.unique_consecutive(return_counts=True)[1]
     return int(counts[0]) if bool((counts == counts[0]).all()) else 1
-
-
-def linearize(
-    fn: ModelFunction,
-    layout: OutputLayout,
-    dict_key_x: str,
-    options: ComputeOptions,
-    x_first: Any,
-) -> Linearizer:
-    """Return the linearisation of a model for inputs like those of a first batch.
-
-    The model runs once on one example, which tells the shape of its outputs and what
-    memory it takes; nothing is differentiated yet.
-    """
-    for module in fn.model.modules():
-        if (
-            isinstance(module, nn.modules.batchnorm._BatchNorm)
-            and module.running_mean is None
-        ):
-            raise ValueError(
-                "A batch normalisation uses the statistics of the batch in "
-                "evaluation mode, too, as with track_running_stats=False: the "
-                "outputs of an example depend on the others in its batch, and have "
-                "no derivative of their own. Give it running statistics, or use "
-                "nn.GroupNorm or nn.InstanceNorm2d."
-            )
-    batch = Batch.of(x_first, dict_key_x)
-    one = _detached(batch.take(slice(0, 1)))
-    try:
-        with differentiable_kernels():
-            f, most, total = traced_outputs(fn, one.inputs)
-        f = check_outputs(f, layout, one.size)
-    except (torch.cuda.OutOfMemoryError, TypeError):
-        raise
-    except Exception as error:
-        better = clearer_error(fn.model, one.inputs, error, ())
-        if batch.size and better is None:
-            raise
-        raise better or ValueError(  # many layers refuse an empty batch
-            "The shape of the outputs of an empty batch is not known: the model cannot "
-            f"run on it ({type(error).__name__}: {error}), and it has not seen an "
-            "example yet. Call it with at least one example first."
-        ) from error
-    return Linearizer(
-        fn,
-        layout,
-        dict_key_x,
-        options,
-        tuple(f.shape[1:]),
-        ExampleBytes(most, total, _elements(batch)).scaled(1.0),
-        batch.example_shapes,
-        Modes(),
-    )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from laplace_ella.support.batches import map_tensors, tensors_of
+from laplace_ella.support.batches import has_values, tensors_of, with_tensors
 
 __all__ = [
     "ModelFunction",
@@ -98,6 +98,9 @@ class ModelFunction:
         self.model = model
         self.names = tuple(names)
         self.asked_dtype = dtype
+        self.shapes = [p.shape for p in self._chosen()]
+        self.numels = [shape.numel() for shape in self.shapes]
+        self.n_params = sum(self.numels)
 
     def _chosen(self) -> list[nn.Parameter]:
         """Return the model's own parameters of these names."""
@@ -114,23 +117,14 @@ class ModelFunction:
         """Return the dtype of rows, features and basis: the parameters', float32 at
         least."""
         dtype = torch.float32
-        for p in self._chosen():
-            dtype = torch.promote_types(dtype, self.asked_dtype or p.dtype)
+        for p in self.parameters():
+            dtype = torch.promote_types(dtype, p.dtype)
         return dtype
 
     @property
     def device(self) -> torch.device:
         """Return the model's device."""
         return next(self.model.parameters()).device
-
-    def numels(self) -> list[int]:
-        """Return the number of entries of each of the parameters."""
-        return [p.numel() for p in self._chosen()]
-
-    @property
-    def n_params(self) -> int:
-        """Return P."""
-        return sum(self.numels())
 
     def flat(self) -> torch.Tensor:
         """Return the current values as one vector `(P,)`, in float32 at least."""
@@ -141,9 +135,7 @@ class ModelFunction:
     def split(self, vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return vectors `(..., P)` as parameters `(..., *shape)`; views where
         possible."""
-        shapes = [p.shape for p in self._chosen()]
-        pieces = vectors.split([shape.numel() for shape in shapes], dim=-1)
-        pairs = zip(pieces, shapes, strict=True)
+        pairs = zip(vectors.split(self.numels, dim=-1), self.shapes, strict=True)
         return tuple([v.reshape(*vectors.shape[:-1], *shape) for v, shape in pairs])
 
     def __call__(
@@ -153,7 +145,8 @@ class ModelFunction:
         own."""
         # Copies, made inside any transform: a forward pass may count in place. The
         # inputs are copied always: they are small beside the activations.
-        x, kwargs = map_tensors(self._copy, x), map_tensors(self._copy, kwargs)
+        x = with_tensors(x, [self._copy(t) for t in tensors_of(x)])
+        kwargs = with_tensors(kwargs, [self._copy(t) for t in tensors_of(kwargs)])
         given = dict(zip(self.names, params, strict=True))
         # Modules may share tensors and occur in several places: by `tie_weights` a
         # module that occurs twice would lose its parameters, so that every name of a
@@ -178,6 +171,26 @@ class ModelFunction:
                 state[name] = first[id(buffer)]
         f = functional_call(self.model, state, (x,), kwargs, tie_weights=False)
         return f if isinstance(f, torch.Tensor) else getattr(f, "logits", f)
+
+    def activation_bytes(self, x: Any) -> tuple[Any, int, int]:
+        """Return the outputs, and bytes of the largest and of all results that their
+        backward pass needs; weights do not count."""
+        weights, kept = set(), {}
+        for p in self.model.parameters():
+            if has_values(p):  # fake tensors have no place in memory
+                weights.add(p.untyped_storage().data_ptr())
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            place = tensor.untyped_storage().data_ptr() if has_values(tensor) else 0
+            if place not in weights:
+                kept[place] = max(kept.get(place, 0), tensor.nbytes)
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with torch.enable_grad(), hooks:
+            f = self([p.requires_grad_() for p in self.parameters()], x)
+        outputs = f.nbytes if isinstance(f, torch.Tensor) else 1
+        return f, max([outputs, *kept.values()]), sum([outputs, *kept.values()])
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.asked_dtype) if tensor.is_floating_point() else tensor
@@ -212,7 +225,7 @@ def clearer_error(
             "torch.nn.Module that holds it as self.net, whose forward(self, batch) "
             f"returns self.net(batch[{str(next(iter(x), 'input_ids'))!r}])."
         )
-    tensors = list(tensors_of(x))
+    tensors = tensors_of(x)
     whole = tuple(tuple(t.shape) for t in tensors)
     if whole == known:
         return ValueError(

@@ -1,17 +1,35 @@
-"""Try the ways of differentiating a model, and keep the fastest that works."""
+"""Try the ways of differentiating a model on the first batch, and keep the fastest."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
+from laplace_ella.derivatives.backends import BACKEND_OF, ROWS, check_rows
+from laplace_ella.derivatives.jacobians import FEATURES, one_hot
+from laplace_ella.derivatives.linearizer import ExampleBytes, Linearizer
+from laplace_ella.derivatives.model_function import ModelFunction, clearer_error
+from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, Modes, RowMode
 from laplace_ella.errors import NotDifferentiableError
+from laplace_ella.support.batches import Batch, OutputLayout, check_outputs
+from laplace_ella.support.preserve import autocast_enabled, differentiable_kernels
 
-__all__ = ["fastest"]
+__all__ = ["decide", "linearize"]
+
+logger = logging.getLogger("laplace_ella")
+
+#: Examples of a trial at least, since a first batch may be smaller than those to come;
+#: examples of a way that takes them one by one; and directions at most.
+FEWEST_EXAMPLES, FEW_EXAMPLES, MOST_DIRECTIONS = 16, 2, 256
+
 
 #: A first run longer than this many seconds is not repeated; shorter ones are, since
 #: the first one also builds kernels and gets memory from the system.
@@ -19,6 +37,111 @@ WARM_UP = 8.0
 
 #: Seconds after which nothing is repeated any more, and how often it is at most.
 LONG_ENOUGH, RUNS = 0.1, 6
+
+
+def linearize(
+    fn: ModelFunction,
+    layout: OutputLayout,
+    dict_key_x: str,
+    options: ComputeOptions,
+    x_first: Any,
+) -> Linearizer:
+    """Return the linearisation of a model for inputs like those of a first batch.
+
+    The model runs once on one example, which tells the shape of its outputs and what
+    memory it takes; nothing is differentiated yet.
+    """
+    for module in fn.model.modules():
+        if (
+            isinstance(module, nn.modules.batchnorm._BatchNorm)
+            and module.running_mean is None
+        ):
+            raise ValueError(
+                "A batch normalisation uses the statistics of the batch in "
+                "evaluation mode, too, as with track_running_stats=False: the "
+                "outputs of an example depend on the others in its batch, and have "
+                "no derivative of their own. Give it running statistics, or use "
+                "nn.GroupNorm or nn.InstanceNorm2d."
+            )
+    batch = Batch.of(x_first, dict_key_x)
+    one = batch.take(slice(0, 1))
+    one = one.with_leaves([t.detach() for t in one.leaves], one.size)
+    try:
+        with differentiable_kernels():
+            f, most, total = fn.activation_bytes(one.inputs)
+        f = check_outputs(f, layout, one.size)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:
+        better = clearer_error(fn.model, one.inputs, error, ())
+        if better is None and (batch.size or isinstance(error, TypeError)):
+            raise
+        raise better or ValueError(  # many layers refuse an empty batch
+            "The shape of the outputs of an empty batch is not known: the model cannot "
+            f"run on it ({type(error).__name__}: {error}), and it has not seen an "
+            "example yet. Call it with at least one example first."
+        ) from error
+    return Linearizer(
+        fn,
+        layout,
+        dict_key_x,
+        options,
+        tuple(f.shape[1:]),
+        ExampleBytes(most, total),
+        batch.example_shapes,
+        Modes(),
+    )
+
+
+def decide(linearizer: Linearizer, x: Any, rank: int) -> Linearizer:
+    """Return the linearizer with the fastest modes for K directions, tried on x."""
+    batch, fn = linearizer.batch(x, detach=True), linearizer.fn
+    device, dtype = linearizer.device, linearizer.dtype
+    n_values, options = linearizer.positions(batch).n_values, linearizer.options
+    size = max(batch.size, FEWEST_EXAMPLES)
+    batch = batch.take(torch.arange(size, device=device) % batch.size)
+    # The values of the directions do not matter: one for all takes no memory.
+    rank = min(rank, MOST_DIRECTIONS)
+    directions = fn.flat().to(dtype).expand(rank, -1)
+
+    def rows(
+        mode: RowMode, n: int = 1, directions: torch.Tensor | None = None
+    ) -> float:
+        """Differentiate in one pass n outputs of as many examples as fit."""
+        examples, together = linearizer.pass_sizes(batch, mode, n)
+        examples = FEW_EXAMPLES if mode is RowMode.LOOP else min(examples, size)
+        numbers = torch.arange(together, device=device)
+        units = one_hot(numbers.expand(examples, -1), n_values, dtype)
+        ROWS[mode](fn, batch.take(slice(0, examples)), units, directions)
+        return examples * (together + 1) / (n + 1)
+
+    def features(mode: FeatureMode) -> float:
+        examples, together = linearizer.pass_sizes(batch, mode, rank)
+        some, V = batch.take(slice(0, examples)), directions[:together]
+        FEATURES[mode](fn, some, V)
+        return some.size * together / rank
+
+    with differentiable_kernels(), torch.no_grad():
+        asked = [options.row_mode]
+        if options.row_mode in BACKEND_OF:
+            check_rows(options.row_mode, fn, batch, n_values)
+        elif options.row_mode is RowMode.AUTO:
+            asked = [RowMode.VMAP, RowMode.LOOP]
+        way = fastest({way: partial(rows, way) for way in asked}, device)
+        ways = {
+            FeatureMode.FORWARD: partial(features, FeatureMode.FORWARD),
+            FeatureMode.DOUBLE_REVERSE: partial(features, FeatureMode.DOUBLE_REVERSE),
+            FeatureMode.REVERSE: partial(rows, way, n_values, directions),
+        }
+        instead = {FeatureMode.DOUBLE_REVERSE: FeatureMode.FORWARD}
+        if options.feature_mode is not FeatureMode.AUTO:
+            ways = {options.feature_mode: ways[options.feature_mode]}
+        mode = fastest(ways, device, instead)
+    logger.info("rows of the Jacobian by %s", way.value)
+    logger.info("features by %s", mode.value)
+    modes, autocast = Modes(mode, way), autocast_enabled(device)
+    return replace(linearizer, modes=modes, autocast=autocast)
+
 
 W = TypeVar("W", bound=Enum)
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from laplace_ella.derivatives.linearizer import Linearizer, linearize
+from laplace_ella.derivatives.linearizer import Linearizer
+from laplace_ella.derivatives.trials import decide, linearize
 from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
 from laplace_ella.fitting.checkpoint import Progress, plain_inputs, remaining_batches
 from laplace_ella.fitting.data import Pairs, TrainingData, draw_others, draw_pairs
@@ -104,7 +105,7 @@ def sample_basis(
         linearizer = _in_double(plan, linearizer, x, n_pairs)
     else:
         rank = min(plan.rank_limit, plan.subsample_size, n_pairs)
-        linearizer = linearizer.decide(x, rank)
+        linearizer = decide(linearizer, x, rank)
     examples = take(x, slice(0, FEW_EXAMPLES), batch_size(x, plan.dict_key_x))
     fit = Fit(
         basis=_no_basis(linearizer),
@@ -134,7 +135,7 @@ def sample_basis(
         plan,
         linearizer,
         batches,
-        RowBuffer(linearizer.fn.numels(), capacity, keep, fit.dtype, plan.home),
+        RowBuffer(linearizer.fn.numels, capacity, keep, fit.dtype, plan.home),
         (pairs.within(own), others.within(own)),
         sketch,
         processes,
@@ -265,10 +266,10 @@ def _in_double(
         double = linearizer.in_dtype(torch.float64)
         try:
             if plan.estimate_exact(double, n_pairs).fits:
-                return double.decide(x, rank)
+                return decide(double, x, rank)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             logger.info("derivatives stay in single precision: %s", error)
-    return linearizer.decide(x, rank)
+    return decide(linearizer, x, rank)
 
 
 def _read_all(
@@ -285,7 +286,7 @@ def _read_all(
     positions = linearizer.layout.of(fit.output_shape)
     n_outputs, done = positions.n_values, Progress(fit.sums)
     buffer = RowBuffer(
-        linearizer.fn.numels(), n_pairs + 1, n_pairs, linearizer.dtype, plan.home
+        linearizer.fn.numels, n_pairs + 1, n_pairs, linearizer.dtype, plan.home
     )
     f, y, finite = [], [], []
     for where, x, targets, running in digested(batches, done, checkpoint):

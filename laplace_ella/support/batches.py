@@ -14,9 +14,10 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,12 @@ __all__ = [
     "batch_size",
     "check_outputs",
     "chunks",
-    "detach",
     "has_values",
-    "map_tensors",
     "split_batch",
     "take",
     "tensors_of",
     "to_device",
-    "with_tensor_targets",
+    "with_tensors",
 ]
 
 
@@ -60,103 +59,88 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, torch.Tensor]:
             )
         return batch, torch.as_tensor(batch[dict_key_y])
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        x, y = with_tensor_targets(batch)
-        return x, y
+        x, y = batch
+        listed = isinstance(y, (list, tuple, np.ndarray))
+        return x, torch.as_tensor(y) if listed else y
     _refuse_graphs(batch)
-    got = (
-        f"a {type(batch).__name__} of length {len(batch)}"
-        if isinstance(batch, (tuple, list))
-        else f"a {type(batch).__name__}"
-    )
+    got = f"a {type(batch).__name__}"
+    if isinstance(batch, (tuple, list)):
+        got += f" of length {len(batch)}"
     raise ValueError(
         f"Expected batches (inputs, targets) or a mapping, got {got}. "
         "Change the data set or the collate function of the loader."
     )
 
 
-def with_tensor_targets(batch: Any) -> Any:
-    """Return a pair (inputs, targets) with a list or array of targets as a tensor, so
-    that they are cut as the inputs are; other batches as they are."""
-    pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-    if pair and isinstance(batch[1], (list, tuple, np.ndarray)):
-        return batch[0], torch.as_tensor(batch[1])
-    return batch
-
-
 # Containers of tensors
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
-    """Change every tensor of `x`; containers are copied, all else is shared."""
+def tensors_of(x: Any) -> list[torch.Tensor]:
+    """Return the tensors of `x`, which may be one, or a container of more."""
     if isinstance(x, torch.Tensor):
-        return change(x)
+        return [x]
+    parts: list[torch.Tensor] = []
+    if isinstance(x, (Mapping, tuple, list)):
+        for value in x.values() if isinstance(x, Mapping) else x:
+            parts += tensors_of(value)
+    return parts
+
+
+def with_tensors(x: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """Return `x` with other tensors in place of `tensors_of(x)`; containers are copied,
+    all else is shared."""
+    tensors = iter(tensors)
+    if isinstance(x, torch.Tensor):
+        return next(tensors)
     if isinstance(x, Mapping):
-        changed = {key: map_tensors(change, value) for key, value in x.items()}
+        changed = {key: with_tensors(value, tensors) for key, value in x.items()}
         if type(x) is dict or not isinstance(x, MutableMapping):
             return changed
         same = copy.copy(x)  # of its own class, with its other attributes
         for key, value in changed.items():
             same[key] = value
         return same
-    if isinstance(x, tuple) and hasattr(x, "_fields"):  # a namedtuple
-        return type(x)(*(map_tensors(change, value) for value in x))
     if isinstance(x, (tuple, list)):
-        return type(x)(map_tensors(change, value) for value in x)
+        parts = [with_tensors(value, tensors) for value in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
     return x
-
-
-def tensors_of(x: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of `x`, in the order in which `map_tensors` meets them."""
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, Mapping):
-        for value in x.values():
-            yield from tensors_of(value)
-    elif isinstance(x, (tuple, list)):
-        for value in x:
-            yield from tensors_of(value)
 
 
 def to_device(x: Any, device: torch.device) -> Any:
     """Move every tensor of `x` to `device`; containers are copied, not changed."""
     # Tensors made in inference mode cannot be saved for a backward pass.
-    return map_tensors(lambda t: t.to(device, copy=t.is_inference()), x)
-
-
-def detach(x: Any) -> Any:
-    """Return `x` without the graph of its tensors; containers are copied."""
-    return map_tensors(torch.Tensor.detach, x)
+    moved = [t.to(device, copy=t.is_inference()) for t in tensors_of(x)]
+    return with_tensors(x, moved)
 
 
 # Examples
 
 
 def batch_size(x: Any, dict_key_x: str) -> int:
-    """Return the number of examples in model inputs `x`."""
-    if isinstance(x, torch.Tensor):
-        if x.ndim == 0:
-            raise ValueError(
-                "Expected inputs with a batch dimension, got a scalar. Pass "
-                "x.reshape(1, ...) for one example."
-            )
-        return x.shape[0]
-    if isinstance(x, Mapping):
-        value = x.get(dict_key_x)
-        if not isinstance(value, torch.Tensor):
-            value = next((t for t in tensors_of(x) if t.ndim), None)
-            if value is None:
-                raise ValueError(
-                    f"The input mapping has no tensor (keys {sorted(map(str, x))}); "
-                    "pass dict_key_x= to say where the inputs are."
-                )
-        return batch_size(value, dict_key_x)
-    if isinstance(x, (tuple, list)) and len(x):
-        return batch_size(x[0], dict_key_x)
+    """Return the number of examples in model inputs `x`: the length of the tensor
+    `x[dict_key_x]` of a mapping, of the first tensor otherwise."""
     _refuse_graphs(x)
-    raise TypeError(
-        f"Inputs of type {type(x).__name__} are not supported; "
-        "expected a tensor, a mapping or a tuple of tensors."
-    )
+    if not isinstance(x, (torch.Tensor, Mapping, tuple, list)):
+        raise TypeError(
+            f"Inputs of type {type(x).__name__} are not supported; "
+            "expected a tensor, a mapping or a tuple of tensors."
+        )
+    tensors = tensors_of(x)
+    if isinstance(x, Mapping):
+        named = tensors_of(x.get(dict_key_x))
+        tensors = named or [t for t in tensors if t.ndim]
+    if not tensors:
+        keys = f" (keys {sorted(map(str, x))})" if isinstance(x, Mapping) else ""
+        raise ValueError(
+            f"The inputs have no tensor{keys}; pass dict_key_x= to say where in a "
+            "mapping they are."
+        )
+    if tensors[0].ndim == 0:
+        raise ValueError(
+            "Expected inputs with a batch dimension, got a scalar. Pass "
+            "x.reshape(1, ...) for one example."
+        )
+    return len(tensors[0])
 
 
 def _refuse_graphs(x: Any) -> None:
@@ -198,41 +182,45 @@ class Batch:
     def of(cls, x: Any, dict_key_x: str) -> Batch:
         """Describe inputs `x`, whose size is that of `x[dict_key_x]` of a mapping."""
         size = batch_size(x, dict_key_x)
-        batched = [t.ndim > 0 and t.shape[0] == size for t in tensors_of(x)]
-        return cls(x, size, tuple(batched))
+        return cls(x, size, tuple(map(partial(_is_batched, size), tensors_of(x))))
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors with one entry per example."""
         return tuple(itertools.compress(tensors_of(self.inputs), self.batched))
 
-    def with_leaves(self, leaves: Iterable[torch.Tensor]) -> Any:
-        """Return inputs with other examples; what they share stays."""
-        flags, others = iter(self.batched), iter(leaves)
-        return map_tensors(lambda t: next(others) if next(flags) else t, self.inputs)
+    def with_leaves(self, leaves: Iterable[torch.Tensor], size: int) -> Batch:
+        """Return other examples; what they share stays."""
+        tensors, others = tensors_of(self.inputs), iter(leaves)
+        for i, batched in enumerate(self.batched):
+            tensors[i] = next(others) if batched else tensors[i]
+        return Batch(with_tensors(self.inputs, tensors), size, self.batched)
 
     def take(self, index: slice | torch.Tensor) -> Batch:
         """Return the examples `index`, a slice or positions `(m,)`."""
         leaves = [leaf[index] for leaf in self.leaves]
-        return Batch(self.with_leaves(leaves), len(leaves[0]), self.batched)
+        return self.with_leaves(leaves, len(leaves[0]))
 
     @property
     def example_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of one example's tensors, without the batch dimension."""
-        pairs = zip(tensors_of(self.inputs), self.batched, strict=True)
-        return tuple(tuple(t.shape[1:] if b else t.shape) for t, b in pairs)
+        shapes = [tuple(t.shape) for t in tensors_of(self.inputs)]
+        for i, batched in enumerate(self.batched):
+            shapes[i] = shapes[i][1:] if batched else shapes[i]
+        return tuple(shapes)
+
+
+def _is_batched(size: int, tensor: torch.Tensor) -> bool:
+    return tensor.ndim > 0 and len(tensor) == size
 
 
 def take(x: Any, index: slice | torch.Tensor, size: int) -> Any:
     """Return examples `index` of inputs `x` that hold `size` of them.
 
-    For whole batches only: of parts, it cannot tell what has a batch dimension. See
-    `Batch.take`.
+    For whole batches only: of parts, it cannot tell what has a batch dimension.
     """
-    return map_tensors(
-        lambda t: t[index] if t.ndim and t.shape[0] == size else t,
-        x,
-    )
+    batched = [_is_batched(size, t) for t in tensors_of(x)]
+    return Batch(x, size, tuple(batched)).take(index).inputs
 
 
 def chunks(size: int, chunk: int) -> Iterator[slice]:
