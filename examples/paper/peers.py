@@ -1,6 +1,7 @@
 """What else could be picked: other people's methods on the same networks and data.
 
-    python examples/paper/peers.py --checkouts DIR      # pip install laplace-ella[peers]
+    pip install laplace-ella[peers]
+    python examples/paper/peers.py --checkouts DIR
 
 Three tasks: UCI regression, classification from few data, ResNet-20 on CIFAR-10 with
 corruptions. On each, all methods have the same trained network and the same data, and
@@ -15,24 +16,24 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import resource
-import subprocess
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
 from itertools import product
 from pathlib import Path
 from time import process_time
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
-from common import adapters, runs
-from common.adapters import Adapter, Fitted, Problem, linearised
+from common import adapters as ad
+from common import checkouts as px
+from common import peers_page, runs
+from common.adapters import Adapter, Fitted, Problem
 from common.corruptions import corrupt
 from common.data import (
     as_cifar,
@@ -49,23 +50,23 @@ from torch import Tensor, nn
 
 from laplace_ella import metrics, temperature_scaling
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+#: Settings that are tried on validation data.
+PRIORS, STEPS = (0.1, 1.0, 10.0), (3e-4, 1e-3, 3e-3)
 
-PRIORS = (0.1, 1.0, 10.0)
 #: Memory that a row may take.
 MEMORY_GB = 4
-STEPS = (3e-4, 1e-3, 3e-3)
 
 
 @dataclass(frozen=True)
 class Method:
-    """An adapter, the settings that it tries on validation data, and its checkout."""
+    """An adapter, its source (of PyPI, or the folder of a checkout), what is chosen on
+    the training data, and the settings that are tried on validation data."""
 
     adapt: Adapter
+    source: str = "laplace-ella"
+    alone: str = "–"
     knob: str = "prior precision"
     settings: tuple[Any, ...] = PRIORS
-    checkout: str = ""
 
 
 NYSTROM = {"subsample_size": 500, "n_eigenvalues": 20}
@@ -73,37 +74,49 @@ GP = {"functional_approximation": "nystrom", **NYSTROM}
 INDUCING = {"inducing_locations": "kmeans", "num_inducing": 50}
 VARIATIONAL = {"functional_approximation": "variational", **INDUCING}
 
+#: What chooses on training data in regression / in classification.
+EVIDENCE = "noise and prior / prior by the evidence"
+OURS = "noise and prior by the evidence / prior and temperature by leave-one-out"
+LT, LR, TU, PS = "laplace-torch", "learning rate", "torch-uncertainty", "posteriors"
+ALL = ("optimize_calibration",)
+
 #: Methods by name.
 METHODS = {
-    "MAP": Method(adapters.network, "none", ()),
-    "temperature scaling": Method(adapters.network, "temperature alone", (None,)),
-    "ours, exact": Method(linearised("all", "nystrom", n_eigenvalues="exact")),
-    "ours, K = 20": Method(linearised("all", "nystrom", n_eigenvalues=20)),
-    "ours, exact, calibrated": Method(
-        adapters.calibrated(n_eigenvalues="exact"), "all", (None,)
+    "MAP": Method(ad.network, "–", "–", "–", ()),
+    "temperature scaling": Method(ad.network, knob="–", settings=(None,)),
+    "ours, exact": Method(ad.linearised("all", "nystrom"), alone=OURS),
+    "ours, K = 20": Method(
+        ad.linearised("all", "nystrom", n_eigenvalues=20), alone=OURS
     ),
+    "ours, exact, calibrated": Method(ad.calibrated(), knob="all", settings=ALL),
     "ours, K = 20, calibrated": Method(
-        adapters.calibrated(n_eigenvalues=20), "all", (None,)
+        ad.calibrated(n_eigenvalues=20), knob="all", settings=ALL
     ),
-    "laplace-torch KFAC": Method(linearised("all", "kron")),
-    "laplace-torch diag": Method(linearised("all", "diag")),
-    "laplace-torch last layer": Method(linearised("last_layer", "full")),
-    "laplace-torch ELLA, K = 20": Method(linearised("all", "gp", **GP)),
-    "laplace-torch VaLLA": Method(linearised("all", "gp", **VARIATIONAL)),
-    "laplax full": Method(adapters.laplax("full")),
-    "laplax Lanczos 20": Method(adapters.laplax("lanczos", rank=20)),
-    "SUQ": Method(adapters.suq, checkout="SUQ"),
-    "posteriors SGHMC": Method(adapters.posteriors("sghmc"), "learning rate", STEPS),
-    "posteriors VI": Method(adapters.posteriors("vi"), "learning rate", STEPS),
-    "deep ensemble of 5": Method(
-        adapters.ensemble, "weight decay, factor", (0.1, 1.0, 10.0)
+    "laplace-torch KFAC": Method(ad.linearised("all", "kron"), LT, EVIDENCE),
+    "laplace-torch diag": Method(ad.linearised("all", "diag"), LT, EVIDENCE),
+    "laplace-torch last layer": Method(
+        ad.linearised("last_layer", "full"), LT, EVIDENCE
     ),
-    "MC dropout": Method(adapters.dropout, "rate", (0.03, 0.1, 0.3)),
-    "SWAG": Method(adapters.swag, "learning rate", (0.001, 0.01, 0.1)),
-    "IVON": Method(adapters.ivon, "hess_init", (0.1, 1.0, 10.0)),
-    "NUQLS": Method(adapters.nuqls, "scale", (0.0025, 0.05, 1.0), "NuqlsPackage"),
-    "VaLLA, its own": Method(adapters.valla, checkout="Variational-LLA"),
-    "sketched Lanczos": Method(adapters.slu, "none", (), "uncertainty_quantification"),
+    "laplace-torch ELLA, K = 20": Method(ad.linearised("all", "gp", **GP), LT),
+    "laplace-torch VaLLA": Method(
+        ad.linearised("all", "gp", **VARIATIONAL), LT, "prior and noise by its bound"
+    ),
+    "laplax full": Method(px.laplax("full"), "laplax", "prior by its evidence"),
+    "laplax Lanczos 20": Method(
+        px.laplax("lanczos", rank=20), "laplax", "prior by its evidence"
+    ),
+    "SUQ": Method(px.suq, "SUQ", EVIDENCE + ", then its scale"),
+    "posteriors SGHMC": Method(ad.posteriors("sghmc"), PS, knob=LR, settings=STEPS),
+    "posteriors VI": Method(ad.posteriors("vi"), PS, knob=LR, settings=STEPS),
+    "deep ensemble of 5": Method(ad.ensemble, TU, "–", "decay, times", PRIORS),
+    "MC dropout": Method(ad.dropout, TU, "–", "rate", (0.03, 0.1, 0.3)),
+    "SWAG": Method(ad.swag, TU, "–", LR, (0.001, 0.01, 0.1)),
+    "IVON": Method(ad.ivon, "ivon-opt", "–", "hess_init", PRIORS),
+    "NUQLS": Method(px.nuqls, "NuqlsPackage", "–", "scale", (0.0025, 0.05, 1.0)),
+    "VaLLA, its own": Method(
+        px.valla, "Variational-LLA", "prior and noise by its bound"
+    ),
+    "sketched Lanczos": Method(px.slu, "uncertainty_quantification", "–", "–", ()),
 }
 
 
@@ -154,11 +167,15 @@ def uci(args: Any, name: str, kind: str, index: int, held_out: bool) -> Any:
     return small(x, y, tuple(test), held_out, args)
 
 
+#: Training data of each set of scikit-learn.
+FEW = {"wine": 80, "breast cancer": 150, "digits": 300, "moons": 100}
+
+
 def few(args: Any, name: str, kind: str, seed: int, held_out: bool) -> Any:
     """Few training data of scikit-learn's sets, the others for the test."""
     from sklearn import datasets
 
-    n = {"wine": 80, "breast cancer": 150, "digits": 300, "moons": 100}[name]
+    n = FEW[name]
     if name == "moons":
         x, y = datasets.make_moons(600, noise=0.25, random_state=0)
     else:
@@ -210,109 +227,96 @@ def crps(mean: Tensor, variance: Tensor, y: Tensor) -> float:
     return float((std * (parts - math.pi**-0.5)).mean())
 
 
-class Predictive:
-    """What is predicted with the last setting: a noise or a temperature is added."""
-
-    def __init__(self, problem: Problem, fitted: Fitted, scaled: bool) -> None:
-        self.problem, self.fitted = problem, fitted
-        self.noise = problem.noise() if fitted.noise is None else fitted.noise
-        self.temperature, self.loss = 1.0, math.nan
-        if not scaled or fitted.predict is None or problem.val is None:
-            return
+def rescaled(problem: Problem, fitted: Fitted, scale: bool) -> tuple[Any, float]:
+    """Return predictions with noise, or with a temperature, and the validation NLL."""
+    noise = problem.noise() if fitted.noise is None else fitted.noise
+    temperature, loss = 1.0, math.nan
+    if scale and problem.val is not None:
         x, y = problem.val
         found = fitted.predict(x)
         if problem.regression:
-            grid = [self.noise * 10 ** (i / 10) for i in range(-20, 21)]
+            grid = [noise * 10 ** (i / 10) for i in range(-20, 21)]
             losses = {v: metrics.gaussian_nll(found[0], found[1] + v, y) for v in grid}
-            self.noise = min(losses, key=losses.__getitem__)
-            self.loss = losses[self.noise]
+            noise = min(losses, key=losses.__getitem__)
+            loss = losses[noise]
         else:
             logits = found.clamp_min(1e-30).log()
-            self.temperature = float(temperature_scaling(logits, y))
-            self.loss = metrics.nll((logits / self.temperature).softmax(-1), y)
+            temperature = float(temperature_scaling(logits, y))
+            loss = metrics.nll((logits / temperature).softmax(-1), y)
 
-    def __call__(self, x: Tensor) -> Any:
-        found = self.fitted.predict(x)
-        if self.problem.regression:
-            return found[0], (found[1] + self.noise).clamp_min(1e-12)
-        if self.temperature == 1:
-            return found
-        return (found.clamp_min(1e-30).log() / self.temperature).softmax(-1)
+    def predict(x: Tensor) -> Any:
+        found = fitted.predict(x)
+        if problem.regression:
+            return found[0], (found[1] + noise).clamp_min(1e-12)
+        return (found.clamp_min(1e-30).log() / temperature).softmax(-1)
 
-    def score(self, x: Tensor) -> Tensor:
-        """Return what foreign inputs are told by: variance or entropy."""
-        if self.fitted.score is not None:
-            return self.fitted.score(x)
-        return (
-            self(x)[1].squeeze(-1)
-            if self.problem.regression
-            else metrics.entropy(self(x))
-        )
-
-    def metrics(self, x: Tensor, y: Tensor) -> dict[str, float]:
-        found = self(x)
-        if not self.problem.regression:
-            return metrics.classification_metrics(found, y)
-        values = metrics.regression_metrics(*found, y)
-        return {**values, "crps": crps(*found, y)}
+    return predict, loss
 
 
-def memory(name: str) -> float:
-    """Return a line of the process' status in MB, or nothing where there is none."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(name):
-                return float(line.split()[1]) / 1024
-    return math.nan
+def scores(problem: Problem, found: Any, y: Tensor) -> dict[str, float]:
+    if not problem.regression:
+        return metrics.classification_metrics(found, y)
+    return {**metrics.regression_metrics(*found, y), "crps": crps(*found, y)}
 
 
-def measure(method: Method, case: Case, loaded: Any, path: Path) -> None:
-    """Fit with all settings, keep the best, predict; write the row."""
-    problem, tests, ood = loaded
+def peak_mb() -> float:
+    """Return the peak of this process; a forked one begins with what is in use."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(method: Method, case: Case, made: Any) -> dict[str, Any]:
+    """Fit with all settings, keep the best, predict."""
+    problem, tests, foreign = made
+    if not case.held_out and method.settings in ((None,), ALL):
+        raise ValueError(ad.NEEDS_VALIDATION)
+    tried = (case.held_out and method.settings) or (None,)
+    before, began = peak_mb(), process_time()
+    choose, found, errors = method.adapt(problem), {}, []
+    for setting in tried:
+        try:
+            fitted = choose(setting)
+            scale = case.held_out and bool(method.settings)
+            found[setting] = (fitted, *rescaled(problem, fitted, scale))
+        except Exception as error:  # one bad setting of several
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    chosen = min(found, key=lambda setting: found[setting][-1])
+    fitted, predict, _ = found[chosen]
+    row = {"chosen": chosen, "fit_s": process_time() - began, "stored": fitted.stored}
+    x_test, score = tests["test"][0], fitted.score
+    if score is None:
+        if case.task != "cifar":
+            predict(x_test)  # compiles what is compiled
+        began, n = process_time(), sum(len(y) for _, y in tests.values())
+        outputs = {name: predict(x) for name, (x, _) in tests.items()}
+        row["predict_ms"] = 1000 * (process_time() - began) / n
+        for name, (_, y) in tests.items():
+            values = scores(problem, outputs[name], y)
+            row |= {f"{name} {key}": value for key, value in values.items()}
+
+        def score(x: Tensor) -> Tensor:
+            found = predict(x)
+            return found[1].flatten() if problem.regression else metrics.entropy(found)
+
+    row["auroc"] = metrics.ood_auroc(score(x_test), score(foreign))
+    return row | {"memory_mb": peak_mb() - before}
+
+
+def row_process(seconds: int, path: Path, *given: Any) -> None:
+    """Write a row, or why there is none, within limits of time and memory."""
     torch.manual_seed(0)
-    row: dict[str, Any] = {"tried": 0}
-    with suppress(OSError):  # Linux has it: the peak of memory begins here
-        Path("/proc/self/clear_refs").write_text("5")
-    before, began = memory("VmRSS"), process_time()
-    try:
-        tried: tuple[Any, ...] = (None,)
-        if case.held_out:
-            tried = method.settings or (None,)
-        elif method.knob == "temperature alone":
-            raise ValueError("needs validation data")
-        choose, found = method.adapt(problem), {}
-        for setting in tried:
-            with (
-                suppress(Exception) if setting != tried[-1] or found else nullcontext()
-            ):
-                scaled = case.held_out and bool(method.settings)
-                found[setting] = Predictive(problem, choose(setting), scaled)
-        row["chosen"] = min(found, key=lambda setting: found[setting].loss)
-        best = found[row["chosen"]]
-        row |= {"tried": len(tried) * case.held_out, "fit_s": process_time() - began}
-        row["stored"] = best.fitted.stored
-        if best.fitted.predict is not None:
-            if case.task != "cifar":
-                best(tests["test"][0])  # compiles what is compiled
-            began, n = process_time(), sum(len(y) for _, y in tests.values())
-            for name, (x, y) in tests.items():
-                row |= {f"{name} {k}": v for k, v in best.metrics(x, y).items()}
-            row["predict_ms"] = 1000 * (process_time() - began) / n
-        scores = (best.score(tests["test"][0]), best.score(ood))
-        row["auroc"] = metrics.ood_auroc(*scores)
-        row["memory_mb"] = memory("VmHWM") - before
-    except Exception as error:
-        row["failed"] = f"{type(error).__name__}: {error}".split("\n")[0][:160]
-    path.write_text(json.dumps(row))
-
-
-def silenced(seconds: int, *given: Any) -> None:
-    quiet = StringIO()
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_DATA, (int(MEMORY_GB * 1e9),) * 2)
-    with warnings.catch_warnings(), redirect_stdout(quiet), redirect_stderr(quiet):
+    with warnings.catch_warnings(), open(os.devnull, "w") as quiet:
         warnings.simplefilter("ignore")
-        measure(*given)
+        with redirect_stdout(quiet), redirect_stderr(quiet):
+            try:
+                row = measure(*given)
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+                row = {"failed": text.split("\n")[0][:160]}
+    path.write_text(json.dumps(row))
 
 
 def rows(args: Any) -> Iterator[dict[str, Any]]:
@@ -327,8 +331,8 @@ def rows(args: Any) -> Iterator[dict[str, Any]]:
                 if loaded is None:
                     loaded = case.make()
                     loaded[0].checkouts = args.checkouts
-                given = (args.seconds, method, case, loaded, path)
-                child = fork.Process(target=silenced, args=given)
+                given = (args.seconds, path, method, case, loaded)
+                child = fork.Process(target=row_process, args=given)
                 child.start()
                 child.join()
                 if child.exitcode:
@@ -341,124 +345,20 @@ def rows(args: Any) -> Iterator[dict[str, Any]]:
             yield {"method": name, "case": case, **found}
 
 
-# The page
-
-COLUMNS = {
-    "uci": ("nll", "coverage_95", "crps"),
-    "few data": ("nll", "ece", "brier", "accuracy"),
-    "cifar": ("nll", "ece", "brier"),
-}
-PRICES = ("fit_s", "predict_ms", "memory_mb", "stored", "tried")
-
-
-def table(found: list[dict[str, Any]], task: str) -> str:
-    """Return a row per method: means over the problems, or why it failed."""
-    lines = []
-    for name, method in METHODS.items():
-        mine = [r for r in found if r["method"] == name]
-        good = [r for r in mine if "failed" not in r]
-        line: dict[str, Any] = {"method": name}
-        keys = [f"test {key}" for key in COLUMNS[task]]
-        if task == "cifar":
-            keys += ["corrupted nll", "corrupted ece", "corrupted brier"]
-        for key in (*keys, "auroc", *PRICES):
-            values = [r[key] for r in good if r.get(key) is not None]
-            value = f"{sum(values) / len(values):.3g}" if values else "–"
-            line[key.removeprefix("test ").replace("_", " ")] = value
-        bad = sorted({r["failed"] for r in mine if "failed" in r})
-        line["remarks"] = "; ".join(bad[:1])
-        if bad and good:
-            line["remarks"] = f"{len(mine) - len(good)} of {len(mine)}: {bad[0]}"
-        lines.append(line)
-    return runs.markdown(lines)
-
-
-def draw(found: list[dict[str, Any]], path: Path) -> None:
-    """Draw NLL against the seconds of a fit, a panel for each task."""
-    figure, panels = plt.subplots(1, 3, figsize=(13, 5), layout="tight")
-    for ax, task in zip(panels, COLUMNS, strict=True):
-        for held_out, marker in ((False, "o"), (True, "s")):
-            for name in METHODS:
-                mine = [
-                    r
-                    for r in found
-                    if (r["method"], r["case"].task) == (name, task)
-                    and r["case"].held_out == held_out
-                ]
-                if any("test nll" not in r for r in mine) or not mine:
-                    continue
-                x, y = (
-                    float(np.mean([r[k] for r in mine])) for k in ("fit_s", "test nll")
-                )
-                color = "C3" if name.startswith("ours") else "C0"
-                face = color if held_out else "none"
-                ax.plot(x, y, marker, color=color, mfc=face, ms=5)
-                if not held_out:
-                    ax.annotate(
-                        name,
-                        (x, y),
-                        fontsize=6,
-                        xytext=(3, 3),
-                        textcoords="offset points",
-                    )
-        ax.set(
-            xscale="log",
-            yscale="log" if task != "uci" else "linear",
-            title=task,
-            xlabel="seconds to fit and choose",
-        )
-    panels[0].set_ylabel("test NLL (filled: with validation data)")
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
-
-
-ABOUT = """# Peers: what else could be picked
-"""
-
-
-def commit(args: Any, folder: str) -> str:
-    command = [
-        "git",
-        "-C",
-        str(args.checkouts / folder),
-        "rev-parse",
-        "--short",
-        "HEAD",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or "not there"
-
-
-def write_page(args: Any, found: list[dict[str, Any]]) -> None:
-    parts = [ABOUT]
-    for task in COLUMNS:
-        for held_out in (False, True):
-            mine = [
-                r
-                for r in found
-                if (r["case"].task, r["case"].held_out) == (task, held_out)
-            ]
-            if mine:
-                parts.append(f"## {task}, {held_out}\n\n{table(mine, task)}")
-    (args.out / "README.md").write_text("\n".join(parts))
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = runs.arguments("peers", __doc__)
     parser.add_argument("--checkouts", type=Path, default=Path("checkouts"))
     parser.add_argument("--splits", type=int, default=1, help="of every kind")
     parser.add_argument("--data", nargs="*", default=("yacht", "energy", "concrete"))
-    parser.add_argument(
-        "--few", nargs="*", default=("wine", "breast cancer", "digits", "moons")
-    )
+    parser.add_argument("--few", nargs="*", default=tuple(FEW))
     parser.add_argument("--images", type=int, default=200, help="of CIFAR-10")
     parser.add_argument("--most", type=int, default=600, help="data, at most")
     parser.add_argument("--steps", type=int, default=1000, help="of Adam")
     parser.add_argument("--seconds", type=int, default=200, help="for a row, at most")
     args = runs.start(parser, argv)
     found = list(rows(args))
-    draw(found, args.out / "price.png")
-    write_page(args, found)
+    args.sizes = {name: FEW[name] for name in args.few}
+    peers_page.write(args, METHODS, found)
 
 
 if __name__ == "__main__":
