@@ -57,7 +57,7 @@ class OfFit:
             return la.__dict__[self.name]
         if self.name == "loss":
             return fit.sums.loss.to(fit.mean.dtype)
-        return getattr(fit.sums if self.name in ("H", "n_data") else fit, self.name)
+        return getattr(fit.sums if self.name == "n_data" else fit, self.name)
 
     def __set__(self, la: Any, value: Any) -> None:
         if la.fitted is not None:

@@ -190,6 +190,8 @@ or None, default=None
         with ExitStack() as stack:
             processes = stack.enter_context(self._working("fit()", **given))
             start = None if override else self.fitted
+            if start is not None:
+                start = replace(start, mode_curvature=None)
             exact = start is not None and start.spans_all
             known = start is None or exact
             data = training_data(
@@ -295,7 +297,7 @@ or None, default=None
         override : bool, default=True
             False adds to the data that are there
         """
-        start = self._checked_fit()
+        start = replace(self._checked_fit(), mode_curvature=None)
         if self._layout.value != "flat":
             raise ValueError(
                 "fit_features is for outputs (B, C): a cache does not say which "

@@ -304,6 +304,7 @@ def state_of_fit(fit: Fit) -> dict[str, Any]:
         "span": None if span is None else {**_fields(span), **_fields(span.sketch)},
         "training": None if rows is None else _fields(rows),
         "examples": fit.examples,
+        "mode_curvature": fit.mode_curvature,
         "history": fit.history,
         "modes": linearizer.modes.to_dict(),
         "autocast": linearizer.autocast,
@@ -337,7 +338,7 @@ def fit_from_state(
         directions = span["directions"].to(home)
         known = span["sizes"], span["usual"], span["largest"]
         span = Span(directions, sketch, *known)
-    rows = state["training"]
+    rows, at_mode = state["training"], state["mode_curvature"]
     if rows is not None:
         rows = TrainingRows(**{name: t.to(here) for name, t in rows.items()})
     tail = state["basis_tail"]
@@ -381,6 +382,7 @@ def fit_from_state(
         linearizer=linearizer,
         training=rows,
         examples=state["examples"],
+        mode_curvature=None if at_mode is None else at_mode.to(here),
     )
 
 

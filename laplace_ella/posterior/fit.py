@@ -115,6 +115,9 @@ class Fit:
         of an exact fit, where memory allows
     examples : Any, optional
         a few inputs of the first batch, on the CPU
+    mode_curvature : torch.Tensor, optional
+        Σ φᵀΛφ `(K, K)` at the mode of the linearised model, where the posterior is to
+        have that instead of the curvature at θ̂
     """
 
     basis: NystromBasis
@@ -131,6 +134,12 @@ class Fit:
     span: Span | None = None
     training: TrainingRows | None = None
     examples: Any = None
+    mode_curvature: torch.Tensor | None = None
+
+    @property
+    def H(self) -> torch.Tensor:
+        """The curvature of the posterior."""
+        return self.sums.H if self.mode_curvature is None else self.mode_curvature
 
     @cached_property
     def tail(self) -> Tail | None:
@@ -155,7 +164,7 @@ class Fit:
 
     def truncate(self, rank: int) -> Fit:
         """Return the fit with the first `rank` directions: bases are nested."""
-        training = self.training
+        training, at_mode = self.training, self.mode_curvature
         if training is not None:
             training = replace(training, phi=training.phi[..., :rank])
         return replace(
@@ -164,6 +173,7 @@ class Fit:
             sums=replace(self.sums, H=self.sums.H[..., :rank, :rank]),
             spans_all=self.spans_all and rank == self.basis.rank,
             training=training,
+            mode_curvature=None if at_mode is None else at_mode[:rank, :rank],
         )
 
     def check_noises(self, n_noises: int) -> None:
@@ -187,7 +197,7 @@ class Fit:
         evidence: EvidenceScope = EvidenceScope.BASIS,
     ) -> SubspacePosterior:
         """Return the posterior under given hyperparameters."""
-        H, factor = observation.weigh(self.sums.H)
+        H, factor = observation.weigh(self.H)
         whole = evidence is EvidenceScope.WHOLE
         return SubspacePosterior(
             self.basis, H, factor, prior, complement, self.tail, whole

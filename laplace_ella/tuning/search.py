@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ def search_temperature(
     losses = [loss(log_t) for log_t in grid]
     start = lowest(range(len(grid)), losses)
     low, high = grid[max(start - 1, 0)], grid[min(start + 1, len(grid) - 1)]
-    refined = minimize_scalar(
+    refined: Any = minimize_scalar(
         loss, bounds=(low, high), method="bounded", options={"xatol": 1e-3}
     )
     log_t = refined.x if refined.fun < losses[start] else grid[start]
