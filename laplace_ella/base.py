@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,16 +13,12 @@ from laplace.utils.enums import Likelihood
 from laplace_ella.derivatives.model_function import refuse_sharded, unwrap
 from laplace_ella.derivatives.modes import Modes
 from laplace_ella.errors import NotFittedError, NumericalWarning, warn_caller
-from laplace_ella.fitting.checkpoint import (
-    digest,
-    posterior_from_state,
-    state_of_posterior,
-)
+from laplace_ella.fitting.checkpoint import posterior_from_state, state_of_posterior
 from laplace_ella.fitting.distributed import Processes, joined, processes_of
-from laplace_ella.fitting.plan import FitPlan, check_plan
 from laplace_ella.posterior.observation import Link, ObservationModel
 from laplace_ella.settings import EllaSettings
 from laplace_ella.support.checks import positive_int
+from laplace_ella.support.identity import digest
 from laplace_ella.support.preserve import undisturbed
 
 if TYPE_CHECKING:
@@ -96,27 +91,6 @@ class EllaBase(EllaSettings):
         if self.fitted is not None:
             n_channels = self._layout.of(self.fitted.output_shape).n_channels
         self._observation.check_link(link_approx, n_channels)
-
-    def _plan(self, processes: Processes | None = None) -> FitPlan:
-        """Return what a fit of this posterior will do."""
-        plan = FitPlan(
-            self._fn,
-            self._layout,
-            self.dict_key_x,
-            self._compute,
-            self._observation,
-            self.subsample_size,
-            self.n_eigenvalues,
-            self.seed,
-            self.curvature,
-            self.stochastic,
-            self._complement,
-        )
-        check_plan(plan.subsample_size, plan.n_eigenvalues, plan.seed, plan.complement)
-        if processes is None:
-            return plan
-        budgets = processes.meet("memory budgets", plan.available())
-        return replace(plan, budget=min(budgets))
 
     # Several processes, and the user's state
 

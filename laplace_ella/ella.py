@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,14 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from laplace_ella.fitting.checkpoint import Progress, open_checkpoint
-from laplace_ella.fitting.data import known_length, training_data
+from laplace_ella.fitting.data import training_data
 from laplace_ella.fitting.early_stopping import EarlyStopping, check_stopping
-from laplace_ella.fitting.fit import add_cache, add_up
-from laplace_ella.fitting.sampling import extend_basis, first_look, sample_basis
+from laplace_ella.fitting.fit import add_up
+from laplace_ella.fitting.plan import FitPlan, check_plan
+from laplace_ella.fitting.sampling import first_look, sample_basis
 from laplace_ella.hyperparameters import TunableLaplace
+from laplace_ella.posterior.complement import Complement
+from laplace_ella.posterior.fit import TrainingRows
 from laplace_ella.posterior.observation import Family
 
 if TYPE_CHECKING:
+    from laplace_ella.fitting.distributed import Processes
+    from laplace_ella.posterior.fit import Fit
     from laplace_ella.support.memory import MemoryEstimate
     from laplace_ella.tuning.cache import FeatureCache
 
@@ -181,59 +187,38 @@ or None, default=None
             returns the complete fit, once the targets have been read and compared. The
             file of another fit, and a damaged one, are refused. Delete it to start over
         """
-        schedule = None if val_loader is None else EarlyStopping()
-        stops = early_stopping is not None and early_stopping is not False
-        if stops:
-            schedule = check_stopping(early_stopping, val_loader)
-        self._check_balanced(balanced)
+        schedule, stops = check_stopping(early_stopping, val_loader)
         given = {"override": override, "balanced": balanced, "max_data": max_data}
         with ExitStack() as stack:
             processes = stack.enter_context(self._working("fit()", **given))
-            start = None if override else self.fitted
-            if start is not None:
-                start = replace(start, mode_curvature=None)
-            exact = start is not None and start.spans_all
-            known = start is None or exact
-            data = training_data(
-                train_loader,
-                self.dict_key_x,
-                self.dict_key_y,
-                max_data,
-                balanced,
-                known,
-                progress_bar,
+            start, record, done = None if override else self.fitted, None, None
+            counted = start is None or start.spans_all
+            plan = self._plan(
+                train_loader, max_data, balanced, counted, processes, progress_bar
             )
-            plan, record, done = self._plan(processes), None, None
+            generator = self._fresh_generator() if self.stochastic else None
             if checkpoint is not None:
-                self._check_checkpoint(processes)
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 settings = {**self._described(), **given}
                 if schedule is not None:
                     settings |= {**vars(schedule), "early_stopping": stops}
                     settings |= self._hyperparameters()
                 record, done = open_checkpoint(
-                    checkpoint, plan, data, settings, start, val_loader
+                    checkpoint, plan, settings, start, val_loader
                 )
             if done is not None:
                 start, progress, finished = done
                 if finished:
                     self._adopt(start)
                     return
-            elif start is None:
-                start, progress = sample_basis(
-                    plan, data, processes, record, progress_bar
-                )
-            elif exact:
-                start, progress = extend_basis(
-                    plan, data, start, processes, record, progress_bar
-                )
+            elif start is None or start.spans_all:
+                start, progress = sample_basis(plan, start)
             else:
                 progress = Progress(start.sums)
-            validator = posterior = None
+            validate: Callable[[Fit], float] | None = None
             if schedule is not None:
-                posterior = self._posterior_of(start)
                 validator = self._validator(
-                    posterior,
+                    self._posterior_of(start),
                     val_loader,
                     schedule.loss,
                     schedule.link_approx,
@@ -242,19 +227,18 @@ or None, default=None
                     start.linearizer,
                     processes,
                 )
+                validate = lambda fit: validator(self._posterior_of(fit))  # noqa: E731
+
             fit = add_up(
                 plan,
-                data,
                 start,
                 progress,
-                validator=validator,
-                posterior=posterior,
+                start.training if start.spans_all else None,
                 schedule=schedule,
+                validate=validate,
                 stops=stops,
-                generator=self._fresh_generator() if self.stochastic else None,
-                processes=processes,
+                generator=generator,
                 checkpoint=record,
-                progress_bar=progress_bar,
             )
         self._adopt(fit)
         if stops and validator is not None:
@@ -272,19 +256,14 @@ or None, default=None
         The posterior is the prior on them; `fit(..., override=False)` or
         `fit_features` adds data. The parameters are those of `fit`.
         """
-        self._check_balanced(balanced)
         given = {"balanced": balanced, "max_data": max_data}
         with self._working("fit_basis()", **given) as processes:
-            keys = self.dict_key_x, self.dict_key_y
-            data = training_data(
-                train_loader, *keys, max_data, balanced, True, progress_bar
+            plan = self._plan(
+                train_loader, max_data, balanced, True, processes, progress_bar
             )
-            plan = self._plan(processes)
-            fit, _ = sample_basis(plan, data, processes, None, progress_bar)
+            fit, _ = sample_basis(plan)
         if fit.training is not None:
-            rows = fit.training
-            none = replace(rows, f=rows.f[:0], phi=rows.phi[:0], y=rows.y[:0])
-            fit = replace(fit, training=none)
+            fit = replace(fit, training=fit.training.first(0))
         self._adopt(fit)
 
     def fit_features(self, cache: FeatureCache, override: bool = True) -> None:
@@ -297,32 +276,35 @@ or None, default=None
         override : bool, default=True
             False adds to the data that are there
         """
-        start = replace(self._checked_fit(), mode_curvature=None)
+        start = self._checked_fit()
         if self._layout.value != "flat":
             raise ValueError(
                 "fit_features is for outputs (B, C): a cache does not say which "
                 f"positions belong to one example, got output_layout="
                 f"{self._layout.value!r}. Use fit(train_loader, override=False)."
             )
-        posterior = self._posterior_of(start)
+        plain = self._posterior_of(start).with_(complement=Complement.DROP)
+        cache = cache.serving(plain).top(None).to(self._device)
+        each = (cache.f_mu, cache.phi, cache.targets)
+        rows = TrainingRows(*(part.unsqueeze(1) for part in each))
         if override:
-            n_noises = self._sigma_noise.numel()
-            sums = start.sums.zero(start.basis.rank, n_noises, self._device)
-            start = replace(start, sums=sums)
+            start = replace(start, sums=start.sums.cleared())
+        generator = self._fresh_generator() if self.stochastic else None
         with torch.no_grad():
-            fit = add_cache(self._plan(), cache, start, posterior)
+            plan, done = self._plan([]), Progress(start.sums)
+            fit = add_up(plan, start, done, rows, generator=generator)
         self._adopt(fit)
 
-    def _check_checkpoint(self, processes: Any) -> None:
-        if processes is not None:
-            raise ValueError(
-                "checkpoint= is for a fit by one process, and "
-                f"{processes.size} fit together here. Leave it out, save "
-                "la.state_dict() after fit_basis(), or pass distributed=False."
-            )
-
-    def _check_balanced(self, balanced: bool) -> None:
-        """Refuse what cannot work, before anything is computed."""
+    def _plan(
+        self,
+        train_loader: Any,
+        max_data: int | None = None,
+        balanced: bool = False,
+        counted: bool = False,
+        processes: Processes | None = None,
+        progress_bar: bool = False,
+    ) -> FitPlan:
+        """Return what a fit of this posterior will do, its data `counted` or not."""
         if balanced and self._family is not Family.CATEGORICAL:
             why = (
                 "with multi_label=True an example has no single class"
@@ -333,22 +315,40 @@ or None, default=None
                 f"balanced=True draws classes evenly and is for classification; {why}. "
                 "Use balanced=False."
             )
+        check_plan(self.subsample_size, self.n_eigenvalues, self.seed, self._complement)
+        keys = self.dict_key_x, self.dict_key_y
+        return FitPlan(
+            self._fn,
+            self._layout,
+            self.dict_key_x,
+            self._compute,
+            self._observation,
+            self.subsample_size,
+            self.n_eigenvalues,
+            self.seed,
+            self.curvature,
+            self.stochastic,
+            self._complement,
+            training_data(
+                train_loader, *keys, max_data, balanced, counted, progress_bar
+            ),
+            processes,
+            progress_bar,
+        ).agreed()
 
     def estimate_memory(self, train_loader: Any) -> MemoryEstimate:
         """Return what `fit(train_loader)` would need, from its first batch; a loader of
         unknown length is counted if it is for an exact fit."""
         with self._working("estimate_memory()") as processes:
-            known = self.n_eigenvalues == "exact" or known_length(train_loader)
-            keys = self.dict_key_x, self.dict_key_y
-            data = training_data(train_loader, *keys, None, False, bool(known))
-            plan = self._plan(processes)
-            _, x, y = next(data.batches(self._device))
-            n = data.n_examples or self.subsample_size  # as if there were enough
+            exact = self.n_eigenvalues == "exact"
+            plan = self._plan(train_loader, counted=exact, processes=processes)
+            _, x, y = next(plan.data.batches(self._device))
+            known = plan.data.n_examples
             linearizer = first_look(plan, x, y)
+            n = known or self.subsample_size  # as if there were enough
             n_pairs = n * math.prod(linearizer.output_shape)
             if processes is not None:
                 n_pairs = sum(processes.meet("numbers of pairs", n_pairs))
-            exact = self.n_eigenvalues == "exact"
             if exact or (known and plan.takes_all(linearizer, n_pairs)):
                 return plan.estimate_exact(linearizer, n_pairs)
             return plan.estimate(linearizer, n_pairs)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from laplace_ella.derivatives.linearizer import ExampleBytes, Linearizer
 from laplace_ella.derivatives.model_function import ModelFunction
-from laplace_ella.derivatives.modes import ComputeOptions, Modes
+from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, Modes, RowMode
 from laplace_ella.errors import CheckpointWarning, warn_caller
-from laplace_ella.fitting.data import TrainingData, loader_batches
+from laplace_ella.fitting.data import loader_batches
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
@@ -36,37 +39,17 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "Progress",
-    "check_sum",
-    "digest",
-    "fit_from_state",
+    "open_checkpoint",
     "plain_inputs",
     "posterior_from_state",
-    "read_checkpoint",
     "remaining_batches",
-    "state_of_fit",
     "state_of_posterior",
-    "with_sum",
 ]
 
 #: Seconds between two saves; more where a save takes long.
 SAVE_EVERY = 60.0
 
 START_OVER = "to start over, delete the file"
-
-
-def with_sum(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors and plain types with a checksum over all of them."""
-    return {**state, "checksum": digest(state)}
-
-
-def check_sum(state: Mapping[str, Any], what: str, remedy: str) -> None:
-    """Refuse what is not as it was written."""
-    content = {name: value for name, value in state.items() if name != "checksum"}
-    if state.get("checksum") != digest(content):
-        raise ValueError(
-            f"{what} is damaged or was changed: its checksum is "
-            f"{state.get('checksum')}, that of its content {digest(content)}. {remedy}"
-        )
 
 
 @dataclass(frozen=True)
@@ -84,10 +67,8 @@ class Progress:
         state of the generator of sampled cotangents
     history : tuple of dict
         'n_data' and validation 'loss' so far
-    best : tuple of float and CurvatureSum, optional
-        the lowest loss, negative of what is maximised, and what it is the loss of
-    waited : int
-        evaluations since
+    best : CurvatureSum, optional
+        what the best loss of them is the loss of
     """
 
     sums: CurvatureSum
@@ -96,33 +77,115 @@ class Progress:
     targets: str = ""
     generator: torch.Tensor | None = None
     history: tuple[dict[str, float], ...] = ()
-    best: tuple[float, CurvatureSum] | None = None
-    waited: int = 0
+    best: CurvatureSum | None = None
 
 
 def remaining_batches(
-    batches: Iterator[tuple[slice, Any, torch.Tensor]], done: Progress
+    batches: Iterable[tuple[slice, Any, torch.Tensor]],
+    n_done: int = 0,
+    targets: str = "",
 ) -> Iterator[tuple[slice, Any, torch.Tensor, str]]:
-    """Yield the batches after those that are done, with the running digest of their
-    targets; refuse data whose targets are not those that were added up."""
-    running, read = "", 0
+    """Yield the batches after the first `n_done`, with the running digest of all
+    targets; refuse data where that of the first ones is not `targets`."""
+    running, read, same = "", 0, not n_done
     for where, x, y in batches:
         running, read = digest(running, y), read + 1
-        if read > done.n_batches:
+        if read > n_done:
             yield where, x, y, running
-        elif read == done.n_batches and running != done.targets:
-            break
-        elif read == done.n_batches:
-            done = replace(done, targets=running)
-    if read < done.n_batches or (read == done.n_batches and running != done.targets):
+        elif read == n_done:
+            same = running == targets
+            if not same:
+                break
+    if not same:
         raise ValueError(
-            f"The targets of the first {done.n_batches} batches are not those that the "
+            f"The targets of the first {n_done} batches are not those that the "
             "checkpoint was made with. Pass the same data in the same order (a loader "
             f"that shuffles needs a generator with a seed), or, {START_OVER}."
         )
 
 
-@dataclass(frozen=True)
+# Values as tensors and plain types
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(Fit, CurvatureSum, TrainingRows, NystromBasis, Span, Sketch, Progress),
+        *(Linearizer, ExampleBytes, Modes, FeatureMode, RowMode, Complement),
+    )
+}
+
+#: Fields that are the model's or chosen anew, and those that are where directions are.
+_MODEL = ("mean", "fn", "layout", "dict_key_x", "options")
+_AT_HOME = ("directions", "signs")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as tensors and plain types: dataclasses and enums as mappings with
+    the name of their class."""
+    kind = {"class": type(value).__name__}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return {**kind, "value": value.value}
+    if is_dataclass(value):
+        names = [field.name for field in fields(value) if field.name not in _MODEL]
+        return {**kind, **{name: _plain(getattr(value, name)) for name in names}}
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _value(state: Any, model: Mapping[str, Any], device: torch.device) -> Any:
+    """Return the inverse of `_plain`, with the fields that are the model's."""
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    if isinstance(state, (tuple, list)):
+        return tuple(_value(item, model, device) for item in state)
+    if not isinstance(state, Mapping):
+        return state
+    home = model["options"].basis_device or device
+    named = {
+        name: _value(item, model, home if name in _AT_HOME else device)
+        for name, item in state.items()
+    }
+    kind: Any = _KINDS.get(str(named.pop("class", None)))
+    if kind is None:
+        return state
+    if issubclass(kind, Enum):
+        return kind(**named)
+    names = [field.name for field in fields(kind)]
+    return kind(**named, **{name: model[name] for name in names if name in model})
+
+
+def _fit_of(
+    state: Any,
+    fn: ModelFunction,
+    layout: OutputLayout,
+    dict_key_x: str,
+    options: ComputeOptions,
+) -> Fit:
+    """Return a fit with θ̂ and derivatives of the model."""
+    own = ModelFunction(fn.model, fn.names, state["dtype"])
+    model = fn.flat(), own, layout, dict_key_x, options
+    return _value(state, dict(zip(_MODEL, model, strict=True)), fn.device)
+
+
+def plain_inputs(x: Any) -> Any:
+    """Return inputs as copies on the CPU in plain containers, which a file may hold;
+    None where there is anything else in them."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().cpu().clone()
+    if isinstance(x, Mapping):
+        items = {key: plain_inputs(value) for key, value in x.items()}
+        return None if any(value is None for value in items.values()) else items
+    if isinstance(x, (tuple, list)):
+        parts = [plain_inputs(value) for value in x]
+        return None if any(part is None for part in parts) else tuple(parts)
+    return x if isinstance(x, (bool, int, float, str)) else None
+
+
+# The file of a fit
+
+
+@dataclass
 class Checkpoint:
     """The file of one fit.
 
@@ -133,15 +196,18 @@ class Checkpoint:
         model, data and settings, see `support.identity`
     random : torch.Tensor
         torch's global random state, from which loaders make their order
+    due : float
+        when the file is to be written next
     """
 
     path: Path
     identity: Mapping[str, Any]
     random: torch.Tensor
+    due: float = 0.0
 
     def load(self, saved: Mapping[str, Any], *how: Any) -> tuple[Fit, Progress, bool]:
         """Return the fit in a file of this one's identity, how far it got, and whether
-        it is finished; `how` derivatives are taken, see `fit_from_state`."""
+        it is finished; `how` derivatives are taken, see `_fit_of`."""
         before, now = saved["identity"], self.identity
         found = same_model(before["model"], now["model"])
         for name in {**now, **before}:
@@ -157,39 +223,30 @@ class Checkpoint:
                 f"{more}. Use the model, data and settings that it was made with, or "
                 f"another path, or, {START_OVER}."
             )
-        fit = fit_from_state(saved["fit"], *how)
-        state, device = saved["progress"], fit.sums.H.device
-        best = state["best"]
-        progress = Progress(
-            _sums_from(state["sums"], device),
-            best=None if best is None else (best[0], _sums_from(best[1], device)),
-            **{name: state[name] for name in _PLAIN},
-        )
-        return replace(fit, history=progress.history), progress, saved["finished"]
+        fit = _fit_of(saved["fit"], *how)
+        state = dict(saved["progress"])
+        generator = state.pop("generator")  # of which the state is on the CPU
+        given = {"options": fit.linearizer.options, "generator": generator}
+        return fit, _value(state, given, fit.sums.H.device), saved["finished"]
 
-    def save(self, fit: Fit, progress: Progress, finished: bool = False) -> float:
-        """Write the file anew, or warn; return when to do so again."""
+    def save(self, fit: Fit, progress: Progress, finished: bool = False) -> None:
+        """Write the file anew, or warn."""
         begun = time.monotonic()
-        best = progress.best
         state = {
             "identity": dict(self.identity),
             "random": self.random,
-            "fit": state_of_fit(fit),
-            "progress": {
-                "sums": _state_of_sums(progress.sums),
-                "best": None if best is None else [best[0], _state_of_sums(best[1])],
-                **{name: getattr(progress, name) for name in _PLAIN},
-            },
+            "fit": _plain(fit),
+            "progress": _plain(progress),
             "finished": finished,
         }
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            torch.save(with_sum(state), temporary)
+            torch.save(state, temporary)
+            checksum = _checksum(temporary, temporary.stat().st_size)
+            with temporary.open("ab") as file:
+                file.write(checksum)
             os.replace(temporary, self.path)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # torch says RuntimeError of a full disk
+        except (OSError, RuntimeError) as error:  # torch's own, of a full disk
             warn_caller(
                 f"The checkpoint {self.path} could not be written: {error}. The fit "
                 "goes on without it.",
@@ -198,17 +255,17 @@ class Checkpoint:
         finally:
             temporary.unlink(missing_ok=True)
         now = time.monotonic()
-        return now + max(SAVE_EVERY, 20 * (now - begun))
+        self.due = now + max(SAVE_EVERY, 20 * (now - begun))
 
 
-_PLAIN = ("n_examples", "n_batches", "targets", "generator", "history", "waited")
+def _checksum(path: Path, size: int) -> bytes:
+    """Return the digest of the first bytes of a file; it stands after them."""
+    content = np.memmap(path, np.uint8, "r", shape=(size,))
+    return hashlib.sha256(content.data).digest()
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, Any] | None:
     """Return what a checkpoint's file holds, None where there is none yet."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"checkpoint must be a path, got {type(path).__name__}.")
-    path = Path(path)
     if not path.parent.is_dir() or path.is_dir():
         raise ValueError(
             f"checkpoint must be a file in a folder that exists, got {path}."
@@ -216,22 +273,21 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     if not path.exists():
         return None
     remedy = f"Use another path, or, {START_OVER}."
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file may fail in any way
+    size = path.stat().st_size - hashlib.sha256().digest_size
+    with path.open("rb") as file:
+        file.seek(max(0, size))
+        found = file.read()
+    if size <= 0 or _checksum(path, size) != found:
         raise ValueError(
-            f"{path} cannot be read as a checkpoint: {type(error).__name__}. {remedy}"
-        ) from error
-    if not isinstance(saved, dict) or "identity" not in saved:
-        raise ValueError(f"{path} is not the checkpoint of a fit. {remedy}")
-    check_sum(saved, f"The checkpoint {path}", remedy)
-    return saved
+            f"{path} is not a checkpoint, or is damaged: its checksum is not that of "
+            f"its content. {remedy}"
+        )
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def open_checkpoint(
     path: str | os.PathLike[str],
     plan: FitPlan,
-    data: TrainingData,
     settings: Mapping[str, Any],
     start: Fit | None,
     val_loader: Any,
@@ -242,163 +298,81 @@ def open_checkpoint(
     Loaders repeat what they did when the file was begun: torch's global random state is
     set to what it was, and to be restored by the caller.
     """
-    saved = read_checkpoint(path)
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"checkpoint must be a path, got {type(path).__name__}.")
+    if plan.processes is not None:
+        raise ValueError(
+            "checkpoint= is for a fit by one process, and "
+            f"{plan.processes.size} fit together here. Leave it out, save "
+            "la.state_dict() after fit_basis(), or pass distributed=False."
+        )
+    saved = _read(Path(path))
     random = torch.get_rng_state() if saved is None else saved["random"]
     torch.set_rng_state(random)
-    fn, device = plan.fn, plan.fn.device
+    fn, device, data = plan.fn, plan.fn.device, plan.data
     _, x, y = next(data.batches(device))
     examples = take(x, slice(0, 4), batch_size(x, plan.dict_key_x))
-    complement = plan.complement
+    own = ("subsample_size", "n_eigenvalues", "seed", "curvature", "stochastic")
     identity = {
-        **{name: str(value) for name, value in settings.items()},
-        "model": model_identity(fn.model, examples),
-        "uncertain parameters": digest(list(fn.names))[:8],
-        "dtype": str(fn.dtype),
+        **{name: getattr(plan, name) for name in (*own, "complement")},
+        "number of examples": data.n_examples,
+        "basis_dtype": plan.options.basis_dtype,
+        "dtype": fn.dtype,
         "device": device.type,
-        "autocast": str(autocast_enabled(device)),
-        "subsample_size": str(plan.subsample_size),
-        "n_eigenvalues": str(plan.n_eigenvalues),
-        "seed": str(plan.seed),
-        "curvature": plan.curvature.value,
-        "stochastic": str(plan.stochastic),
-        "complement": str(getattr(complement, "value", complement)),
-        "the number of noises": str(plan.observation.sigma_noise.numel()),
-        "basis_dtype": str(plan.options.basis_dtype),
-        "number of examples": str(data.n_examples),
-        "the first batch": digest(list(tensors_of(x)), y),
-        "n_data before this fit": str(0 if start is None else start.sums.n_data),
-        "the curvature before this fit": digest(
-            None if start is None else start.sums.H
-        ),
+        "autocast": autocast_enabled(device),
+        **settings,
+        "the number of noises": plan.observation.sigma_noise.numel(),
+        "the uncertain parameters": list(fn.names),
+        "the first batch": [*tensors_of(x), y],
     }
+    if start is not None:
+        sums = [start.sums.n_data, start.sums.H]
+        identity["the data before this fit"] = sums
     if hasattr(val_loader, "f_mu"):
-        identity["the validation features"] = digest(val_loader.f_mu)
+        identity["the validation features"] = val_loader.f_mu
     elif val_loader is not None:
         first = next(loader_batches(val_loader, device, data.dict_key_y))
-        identity["the validation data"] = digest(list(tensors_of(first[0])), first[1])
-    checkpoint = Checkpoint(Path(path), identity, random)
+        identity["the validation data"] = [*tensors_of(first[0]), first[1]]
+    known: dict[str, Any] = {
+        name: digest(value) if name.startswith("the ") else _written(value)
+        for name, value in identity.items()
+    }
+    known["model"] = model_identity(fn.model, examples)
+    checkpoint = Checkpoint(Path(path), known, random)
     if saved is None:
         return checkpoint, None
     how = fn, plan.layout, plan.dict_key_x, plan.options
     fit, progress, finished = checkpoint.load(saved, *how)
     if finished:
-        for _ in remaining_batches(data.batches(device), progress):
+        done = progress.n_batches, progress.targets
+        for _ in remaining_batches(data.batches(device), *done):
             break
     return checkpoint, (fit, progress, finished)
 
 
-# A fit in tensors and plain types
+def _written(value: Any) -> str:
+    """Return a setting as text, in full and without addresses of objects."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist() if value.numel() <= 4 else digest(value))
+    return getattr(value, "__qualname__", str(getattr(value, "value", value)))
 
 
-def state_of_fit(fit: Fit) -> dict[str, Any]:
-    """Return a fit in tensors and plain types; θ̂ is the model's."""
-    span, rows, linearizer = fit.span, fit.training, fit.linearizer
-    return {
-        **_state_of_sums(fit.sums),
-        "output_shape": tuple(fit.output_shape),
-        "dtype": str(fit.dtype).removeprefix("torch."),
-        "fit_complement": fit.complement.value,
-        "spans_all": fit.spans_all,
-        "curvature_rows": fit.curvature_rows,
-        "complete": fit.complete,
-        "span": None if span is None else {**_fields(span), **_fields(span.sketch)},
-        "training": None if rows is None else _fields(rows),
-        "examples": fit.examples,
-        "mode_curvature": fit.mode_curvature,
-        "history": fit.history,
-        "modes": linearizer.modes.to_dict(),
-        "autocast": linearizer.autocast,
-        "example_bytes": _fields(linearizer.example_bytes),
-        "example_shapes": linearizer.example_shapes,
-        "directions": fit.basis.directions,
-        "eigenvalues": fit.basis.eigenvalues,
-        "basis_tail": fit.basis.tail,
-        "basis_n_samples": fit.basis.n_samples,
-        "basis_trace": fit.basis.trace,
-        "basis_method": fit.basis.method,
-        "basis_numels": tuple(fit.basis.numels),
-    }
-
-
-def fit_from_state(
-    state: Mapping[str, Any],
-    fn: ModelFunction,
-    layout: OutputLayout,
-    dict_key_x: str,
-    options: ComputeOptions,
-) -> Fit:
-    """Return the fit of `state_of_fit`, with θ̂ and derivatives of the model."""
-    mean = fn.flat()
-    home, here = options.basis_device or mean.device, mean.device
-    dtype = getattr(torch, state["dtype"])
-    span = state["span"]
-    if span is not None:
-        signs = span["signs"]
-        sketch = Sketch(None if signs is None else signs.to(home), span["size"])
-        directions = span["directions"].to(home)
-        known = span["sizes"], span["usual"], span["largest"]
-        span = Span(directions, sketch, *known)
-    rows, at_mode = state["training"], state["mode_curvature"]
-    if rows is not None:
-        rows = TrainingRows(**{name: t.to(here) for name, t in rows.items()})
-    tail = state["basis_tail"]
-    basis = NystromBasis(
-        state["directions"].to(home),
-        state["eigenvalues"].to(here),
-        state["basis_n_samples"],
-        state["basis_trace"],
-        state["basis_method"],
-        tuple(state["basis_numels"]),
-        None if tail is None else tail.to(here),
-    )
-    if basis.directions.shape[1] != len(mean):
-        raise ValueError(
-            f"The saved directions are of {basis.directions.shape[1]} parameters, the "
-            f"model has {len(mean)}."
-        )
-    linearizer = Linearizer(
-        ModelFunction(fn.model, fn.names, dtype),
-        layout,
-        dict_key_x,
-        options,
-        tuple(state["output_shape"]),
-        ExampleBytes(**state["example_bytes"]),
-        state["example_shapes"],
-        Modes.from_dict(state["modes"]),
-        state["autocast"],
-    )
-    return Fit(
-        basis,
-        _sums_from(state, here),
-        tuple(state["output_shape"]),
-        mean,
-        dtype,
-        Complement(state["fit_complement"]),
-        history=tuple(state["history"]),
-        spans_all=state["spans_all"],
-        curvature_rows=state["curvature_rows"],
-        complete=state["complete"],
-        span=span,
-        linearizer=linearizer,
-        training=rows,
-        examples=state["examples"],
-        mode_curvature=None if at_mode is None else at_mode.to(here),
-    )
+# The state of a posterior
 
 
 def state_of_posterior(
     fit: Fit, fn: ModelFunction, described: Mapping[str, Any], settings: Mapping
 ) -> dict[str, Any]:
-    """Return a fit with its settings, known by the class and the model it is of."""
-    return with_sum(
-        {
-            **described,
-            "parameter_names": list(fn.names),
-            "model": _identity(fn, fit.examples),
-            **state_of_fit(fit),
-            "settings": dict(settings),
-        }
-    )
+    """Return a fit with its settings, known by the class and the model it is of, and a
+    checksum over all."""
+    state = {
+        **described,
+        "parameter_names": list(fn.names),
+        "model": model_identity(fn.model, to_device(fit.examples, fn.device)),
+        "fit": _plain(fit),
+        "settings": dict(settings),
+    }
+    return {**state, "checksum": digest(state)}
 
 
 def posterior_from_state(
@@ -411,7 +385,12 @@ def posterior_from_state(
             f"Expected the state_dict() of a fitted posterior, got {got}. Save "
             "la.state_dict() and load that."
         )
-    check_sum(state, "The state_dict", "Save la.state_dict() anew.")
+    content = {name: value for name, value in state.items() if name != "checksum"}
+    if state.get("checksum") != digest(content):
+        raise ValueError(
+            "The state_dict is damaged or was changed: its checksum is not that of its "
+            "content. Save la.state_dict() anew."
+        )
     for name, ours in described.items():
         saved = state.get(name)
         if saved != ours:
@@ -422,7 +401,8 @@ def posterior_from_state(
                 f"The checkpoint {what} {saved!r}, this object {ours!r}. Build it with "
                 f"the same {remedy}."
             )
-    found = same_model(state["model"], _identity(fn, state["examples"]))
+    examples = to_device(state["fit"]["examples"], fn.device)
+    found = same_model(state["model"], model_identity(fn.model, examples))
     if found:
         raise ValueError(
             f"The checkpoint belongs to another model: {'; '.join(found)}. Load the "
@@ -434,39 +414,4 @@ def posterior_from_state(
             f"parameters, this object {len(fn.names)}. Set requires_grad "
             "and parameter_names= as they were when the posterior was fitted."
         )
-    return fit_from_state(state, fn, *how), dict(state["settings"])
-
-
-def _identity(fn: ModelFunction, examples: Any) -> dict[str, Any]:
-    """Return what the model is known by, with its outputs where there are inputs."""
-    x = None if examples is None else to_device(examples, fn.device)
-    return model_identity(fn.model, x)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass; of those that are one themselves nothing."""
-    named = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {k: v for k, v in named.items() if not isinstance(v, Sketch)}
-
-
-def _state_of_sums(sums: CurvatureSum) -> dict[str, Any]:
-    return {"H": sums.H, "loss": sums.loss.detach(), "n_data": sums.n_data}
-
-
-def _sums_from(state: Mapping[str, Any], device: torch.device) -> CurvatureSum:
-    H, loss = (state[name].to(device) for name in ("H", "loss"))
-    return CurvatureSum(H, loss, state["n_data"])
-
-
-def plain_inputs(x: Any) -> Any:
-    """Return inputs as copies on the CPU in plain containers, which a file may hold;
-    None where there is anything else in them."""
-    if isinstance(x, torch.Tensor):
-        return x.detach().cpu().clone()
-    if isinstance(x, Mapping):
-        items = {key: plain_inputs(value) for key, value in x.items()}
-        return None if any(value is None for value in items.values()) else items
-    if isinstance(x, (tuple, list)):
-        parts = [plain_inputs(value) for value in x]
-        return None if any(part is None for part in parts) else tuple(parts)
-    return x if isinstance(x, (bool, int, float, str)) else None
+    return _fit_of(state["fit"], fn, *how), dict(state["settings"])

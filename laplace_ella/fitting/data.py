@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
-from torch.utils.data import IterableDataset as Iterable_
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    default_collate,
+)
 from tqdm.auto import tqdm
 
 from laplace_ella.support.batches import Batch, batch_size, split_batch, to_device
@@ -24,7 +29,6 @@ __all__ = [
     "Pairs",
     "TrainingData",
     "check_loader",
-    "draw_others",
     "draw_pairs",
     "known_length",
     "loader_batches",
@@ -67,43 +71,29 @@ def check_loader(loader: Any) -> None:
         )
 
 
-class Announced(NamedTuple):
-    """What a loader says of itself: examples per pass, without the padding of a
-    `DistributedSampler`, and the sizes of its batches."""
-
-    n_examples: int
-    length: int
-    batch_size: int
-
-    @classmethod
-    def of(cls, loader: Any) -> Announced | None:
-        """Ask a plain torch loader over a data set with indices; None of others."""
-        plain = isinstance(loader, DataLoader) and (
-            type(loader).__iter__ is DataLoader.__iter__
-            and type(loader.batch_sampler) is BatchSampler
-            and not isinstance(loader.dataset, Iterable_)
-        )
-        if not plain:
-            return None
-        batches: Any = loader.batch_sampler
-        sampler: Any = batches.sampler
-        try:
-            length = len(sampler)
-        except (TypeError, AttributeError, NotImplementedError):
-            return None
-        n = length
-        if type(sampler) is DistributedSampler and not sampler.drop_last:
-            n = len(sampler.dataset)  # pyright: ignore[reportArgumentType]
-            n = -(-(n - sampler.rank) // sampler.num_replicas)
-        if batches.drop_last:
-            length -= length % batches.batch_size
-        return cls(max(0, min(n, length)), length, batches.batch_size)
-
-
 def known_length(loader: Any) -> int | None:
-    """Return how many examples a loader yields, where it is sure; else None."""
-    announced = Announced.of(loader)
-    return None if announced is None else announced.n_examples
+    """Return how many examples a plain torch loader yields in a pass, without those
+    that a `DistributedSampler` repeats; None where only reading it tells."""
+    plain = isinstance(loader, DataLoader) and (
+        type(loader).__iter__ is DataLoader.__iter__
+        and type(loader.batch_sampler) is BatchSampler
+        and loader.collate_fn is default_collate  # others may drop examples
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+    if not plain:
+        return None
+    batches: Any = loader.batch_sampler
+    sampler: Any = batches.sampler
+    try:
+        n = own = len(sampler)
+    except (TypeError, AttributeError, NotImplementedError):
+        return None
+    if type(sampler) is DistributedSampler and not sampler.drop_last:
+        total = len(sampler.dataset)  # pyright: ignore[reportArgumentType]
+        own = -(-(total - sampler.rank) // sampler.num_replicas)
+    if batches.drop_last:
+        n -= n % batches.batch_size
+    return max(0, min(n, own))
 
 
 @dataclass(frozen=True)
@@ -116,10 +106,10 @@ class TrainingData:
         yields batches, whenever it is iterated over
     dict_key_x, dict_key_y : str
         where a mapping has its inputs and targets
+    max_data : int, optional
+        no more than these are read
     n_examples : int, optional
         N; None where it does not matter
-    announced : Announced, optional
-        what batches are checked against
     labels : np.ndarray, optional
         class of each example `(N,)`, for balanced draws
     """
@@ -127,52 +117,34 @@ class TrainingData:
     loader: Any
     dict_key_x: str
     dict_key_y: str
+    max_data: int | None = None
     n_examples: int | None = None
-    announced: Announced | None = None
     labels: np.ndarray | None = None
 
     def batches(
-        self,
-        device: torch.device,
-        description: str = "",
-        progress_bar: bool = False,
-        stop: int | None = None,
+        self, device: torch.device, description: str = "", progress_bar: bool = False
     ) -> Iterator[tuple[slice, Any, torch.Tensor]]:
-        """Yield positions, inputs on the device and targets of batches, up to position
-        `stop` or the end of the data; the last batch may be cut."""
-        end = self.n_examples if stop is None else stop
-        seen = 0
+        """Yield positions, inputs on the device and targets of batches, up to the end
+        of the data; the last batch may be cut."""
+        seen, n = 0, self.n_examples
+        end = self.max_data if n is None else n
         for x, y in loader_batches(
             self.loader, device, self.dict_key_y, description, progress_bar
         ):
             size = batch_size(x, self.dict_key_x)
-            if self.announced is not None:
-                self._check_size(seen, size, self.announced)
-            if self.n_examples is not None and seen + size > self.n_examples:
-                size = self.n_examples - seen
+            if end is not None and seen + size > end:
+                size = end - seen
                 x = Batch.of(x, self.dict_key_x).take(slice(0, size)).inputs
                 y = y[:size]
             yield slice(seen, seen + size), x, y
             seen += size
-            if end is not None and seen >= end:
+            if seen == end:
                 return
-        if seen < (stop or 1):
+        if seen < (1 if n is None else n):
             raise ValueError(
-                f"The loader yielded {seen} examples, and at least {stop or 1} were "
-                "expected from a pass before. Pass a loader whose every pass starts "
-                "anew."
-            )
-
-    @staticmethod
-    def _check_size(seen: int, size: int, announced: Announced) -> None:
-        expected = min(announced.batch_size, announced.length - seen)
-        if size != expected:
-            raise ValueError(
-                f"The loader announces {announced.length} examples in batches of "
-                f"{announced.batch_size}, and the batch after {seen} examples has "
-                f"{size} instead of {expected}. A collate function must return one "
-                "example for each index: filter the data set instead, or pass an "
-                "object whose __iter__ yields the batches, which are then counted."
+                f"The loader yielded {seen} examples, and {n or 'one or more'} were "
+                "expected from its length or a pass before. Check the data set, the "
+                "sampler and drop_last, and pass a loader whose every pass starts anew."
             )
 
 
@@ -188,33 +160,25 @@ def training_data(
     """Return the examples of a loader, up to `max_data`, with their number if they are
     to be `counted`.
 
-    Where the loader does not announce it, and for labels, a pass that only loads counts
-    them.
+    Where the loader's type does not tell it, and for labels, a pass that only loads
+    counts them.
     """
     check_loader(loader)
     if max_data is not None:
         positive_int("max_data", max_data)
-    announced = Announced.of(loader)
-    data = TrainingData(loader, dict_key_x, dict_key_y, max_data, announced)
-    if announced is not None:
-        n = min(announced.n_examples, max_data or announced.n_examples)
-        data = replace(data, n_examples=n)
-    n = data.n_examples
-    if balanced or (counted and announced is None):
-        n, labels = 0, []
-        cpu = torch.device("cpu")
-        for where, _, y in data.batches(cpu, "[Counting]", progress_bar):
+    data = TrainingData(loader, dict_key_x, dict_key_y, max_data)
+    n, labels = known_length(loader), []
+    if n is not None:
+        n = min(n, max_data or n)
+    if balanced or (counted and not n):
+        for where, _, y in data.batches(
+            torch.device("cpu"), "[Counting]", progress_bar
+        ):
             n = where.stop
-            if balanced:
-                labels.append(_as_classes(y))
-        if balanced:
-            data = replace(data, labels=np.concatenate(labels))
-    if n == 0:
-        raise ValueError(
-            "The loader yields no example, and ELLA needs at least one. Check the data "
-            "set, the sampler and drop_last."
-        )
-    return replace(data, n_examples=n)
+            labels += [_as_classes(y)] if balanced else []
+    return replace(
+        data, n_examples=n, labels=np.concatenate(labels) if balanced else None
+    )
 
 
 def _as_classes(y: torch.Tensor) -> np.ndarray:
@@ -232,7 +196,7 @@ def _as_classes(y: torch.Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs (x, i) of an example and an output, sorted by example.
+    """Pairs (x, i) of an example and an output.
 
     Attributes
     ----------
@@ -243,11 +207,19 @@ class Pairs:
     examples: np.ndarray
     outputs: np.ndarray
 
+    def __getitem__(self, which: slice | np.ndarray) -> Pairs:
+        return Pairs(self.examples[which], self.outputs[which])
+
+    def by_example(self) -> Pairs:
+        """Return the same in the order of the examples."""
+        return self[np.argsort(self.examples, kind="stable")]
+
     def within(self, positions: slice) -> Pairs:
-        """Return those of a batch, with examples counted from its first."""
+        """Return those of a batch, with examples counted from its first; of pairs in
+        the order of the examples."""
         ends = np.searchsorted(self.examples, (positions.start, positions.stop))
-        here = slice(*ends)
-        return Pairs(self.examples[here] - positions.start, self.outputs[here])
+        here = self[slice(*ends)]
+        return Pairs(here.examples - positions.start, here.outputs)
 
 
 def draw_pairs(
@@ -260,7 +232,8 @@ def draw_pairs(
     """Draw M pairs (x, i), never the same pair twice (Deng et al. 2022, Sec. 3.3).
 
     Every example is used ⌊M/N⌋ or ⌈M/N⌉ times, so x is drawn without replacement
-    while M ≤ N, and every pair is there exactly once when M ≥ N·C.
+    while M ≤ N, and every pair is there exactly once when M ≥ N·C. The first of them
+    are such a draw of fewer pairs.
 
     Parameters
     ----------
@@ -285,32 +258,11 @@ def draw_pairs(
         slots, rounds = slots[order], rounds[order]
     slots, rounds = slots[:n_samples], rounds[:n_samples]
     if n_rounds == 1:
-        outputs = rng.integers(n_outputs, size=n_samples)
-    else:  # the uses of one example take different outputs
-        # Example by example: all outputs of all examples may not fit into memory.
-        drawn = [
-            rng.choice(n_outputs, min(n_rounds, n_outputs), replace=False)
-            for _ in range(n_examples)
-        ]
-        outputs = np.stack(drawn)[slots, rounds]
-    order = np.argsort(slots, kind="stable")
-    return Pairs(slots[order], outputs[order])
-
-
-def draw_others(
-    n_examples: int,
-    n_outputs: int,
-    drawn: Pairs,
-    n_samples: int,
-    rng: np.random.Generator,
-) -> Pairs:
-    """Draw at most so many of the pairs that were not drawn."""
-    n_pairs = n_examples * n_outputs
-    taken = np.sort(drawn.examples * n_outputs + drawn.outputs)
-    if n_pairs <= 4 * (len(taken) + n_samples):
-        others = np.setdiff1d(np.arange(n_pairs), taken, assume_unique=True)
-        others = rng.permutation(others)[:n_samples]
-    else:  # few of many: those drawn by chance are left out
-        others = np.unique(rng.integers(n_pairs, size=n_samples))
-        others = np.setdiff1d(others, taken, assume_unique=True)
-    return Pairs(*np.divmod(np.sort(others), n_outputs))
+        return Pairs(slots, rng.integers(n_outputs, size=n_samples))
+    # The uses of one example take different outputs. Example by example: all outputs
+    # of all examples may not fit into memory.
+    drawn = [
+        rng.choice(n_outputs, min(n_rounds, n_outputs), replace=False)
+        for _ in range(n_examples)
+    ]
+    return Pairs(slots, np.stack(drawn)[slots, rounds])

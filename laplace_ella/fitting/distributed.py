@@ -135,13 +135,9 @@ class Processes:
 
     def sum(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of the tensors of all processes."""
-        self.meet(what)
-        total = tensor.detach().to(self.device, copy=True).contiguous()
-        try:
-            dist.all_reduce(total)
-        except Exception as error:
-            raise _failed(what, error) from error
-        return total.to(tensor.device)
+        total = tensor.detach().clone().contiguous()
+        self._add_up(what, total)
+        return total
 
     def rows(self, what: str, own: torch.Tensor | None) -> torch.Tensor:
         """Return the rows `(n, ...)` of all processes, in the order of their ranks;
@@ -151,22 +147,30 @@ class Processes:
         shape, dtype = next(kind for kind in kinds if kind is not None)
         counts = [0 if kind is None else kind[0][0] for kind in kinds]
         place = CPU if own is None else own.device
-        everyones = torch.empty(sum(counts), *shape[1:], dtype=dtype, device=place)
-        width = max(1, everyones[:1].numel())
-        start = 0
-        for source, count in enumerate(counts):
-            part = everyones[start : start + count]
-            if source == self.rank and own is not None:
-                part.copy_(own)
-            for some in part.split(max(1, STAGED // width)):
-                staged = some.to(self.device).contiguous()
-                try:
-                    dist.broadcast(staged, source)
-                except Exception as error:
-                    raise _failed(what, error) from error
-                some.copy_(staged)
-            start += count
+        everyones = torch.zeros(sum(counts), *shape[1:], dtype=dtype, device=place)
+        if own is not None:
+            first = sum(counts[: self.rank])
+            everyones[first : first + len(own)] = own
+        self._add_up(what, everyones)
         return everyones
+
+    def _add_up(self, what: str, tensor: torch.Tensor) -> None:
+        """Put the sum of all processes' tensors in the place of this one.
+
+        All memory is taken before the processes meet: one that has none fails there,
+        and not between two exchanges, where the others would wait for it.
+        """
+        flat = tensor.view(-1)
+        staged = flat.new_empty(min(STAGED, len(flat)), device=self.device)
+        self.meet(what)
+        for part in flat.split(STAGED):
+            some = staged[: len(part)]
+            some.copy_(part)
+            try:
+                dist.all_reduce(some)
+            except Exception as error:
+                raise _failed(what, error) from error
+            part.copy_(some)
 
     def check_same(self, described: Mapping[str, Any]) -> None:
         """Refuse processes that differ in what is described, naming it."""

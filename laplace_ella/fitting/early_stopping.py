@@ -8,7 +8,7 @@ the paper is to stop adding data once the validation loss has passed its minimum
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +86,22 @@ class EarlyStopping:
             yield n
             n += self.every or math.ceil(n * (self.growth - 1))
 
+    def scores(self, history: Sequence[Mapping[str, float]]) -> list[float]:
+        """Return the losses, lower ones better, infinite where not finite."""
+        sign = -1 if self.maximize else 1
+        losses = [sign * point["loss"] for point in history]
+        return [loss if math.isfinite(loss) else math.inf for loss in losses]
 
-def check_stopping(stopping: Any, val_loader: Any) -> EarlyStopping | None:
-    """Return the plan that `early_stopping=` of a fit stands for, None for none."""
+    def waited(self, history: Sequence[Mapping[str, float]]) -> int:
+        """Return how many evaluations there were since the best one."""
+        scores = self.scores(history)
+        return len(scores) - 1 - scores.index(min(scores)) if scores else 0
+
+
+def check_stopping(stopping: Any, val_loader: Any) -> tuple[EarlyStopping | None, bool]:
+    """Return when a fit evaluates its validation loss, and whether it stops by it."""
     if stopping is None or stopping is False:
-        return None
+        return (None if val_loader is None else EarlyStopping()), False
     if stopping is not True and not isinstance(stopping, EarlyStopping):
         raise TypeError(
             "early_stopping must be True, False or an EarlyStopping(...), got "
@@ -101,7 +112,7 @@ def check_stopping(stopping: Any, val_loader: Any) -> EarlyStopping | None:
             "early_stopping needs val_loader=. Where there is no validation data, "
             "laplace_ella.augmented_validation(train_loader) makes some."
         )
-    return EarlyStopping() if stopping is True else stopping
+    return (EarlyStopping() if stopping is True else stopping), True
 
 
 def augmented_validation(
@@ -153,20 +164,20 @@ def augmented_validation(
     augment = _augmentation(strength) if augment is None else augment
     data = training_data(train_loader, "", dict_key_y)
     n = data.n_examples or 0
-    chosen = np.random.default_rng(seed).permutation(n)[:n_examples]
-    chosen.sort()
-    images, targets, cpu = [], [], torch.device("cpu")
-    for where, x, y in data.batches(cpu, stop=int(chosen[-1]) + 1):
+    chosen = np.sort(np.random.default_rng(seed).permutation(n)[:n_examples])
+    images, targets = [], []
+    for where, x, y in data.batches(torch.device("cpu")):
         if not isinstance(x, torch.Tensor) or x.ndim != 4:
             raise ValueError(
                 "augmented_validation() takes images (B, channels, H, W), got "
                 f"{tuple(x.shape) if hasattr(x, 'shape') else type(x).__name__}; "
                 "make a validation set of your own for other data."
             )
-        here = (where.start <= chosen) & (chosen < where.stop)
-        index = torch.from_numpy(chosen[here] - where.start)
-        images.append(x[index])
-        targets.append(y[index])
+        here = chosen[(where.start <= chosen) & (chosen < where.stop)] - where.start
+        images.append(x[here])
+        targets.append(y[here])
+        if where.stop > chosen[-1]:
+            break
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         images = [augment(some) for some in images if len(some)]

@@ -1,4 +1,5 @@
-"""What a fit will do: for which model, with how many gradients, in what memory."""
+"""What a fit will do: for which model and data, with how many gradients, in what
+memory."""
 
 from __future__ import annotations
 
@@ -23,29 +24,26 @@ from laplace_ella.support.memory import (
     sketch_sizes,
     too_large_for_exact,
 )
-from laplace_ella.support.preserve import autocast_enabled
 
 if TYPE_CHECKING:
     from laplace_ella.derivatives.linearizer import Linearizer
     from laplace_ella.derivatives.model_function import ModelFunction
     from laplace_ella.derivatives.modes import ComputeOptions
+    from laplace_ella.fitting.data import TrainingData
+    from laplace_ella.fitting.distributed import Processes
     from laplace_ella.posterior.observation import ObservationModel
     from laplace_ella.support.batches import OutputLayout
 
-__all__ = ["AUTO_ENERGY", "FEW_OTHERS", "FitPlan", "check_plan"]
+__all__ = ["FitPlan", "check_plan"]
 
 logger = logging.getLogger("laplace_ella")
 
-#: n_eigenvalues="auto": directions until this share of the trace, at most so many.
-AUTO_ENERGY = 0.9
+#: n_eigenvalues="auto": as many directions of a sample are looked at.
 AUTO_MAX_RANK = 128
 
 #: n_eigenvalues="auto": up to so many pairs of example and output all are taken, if
 #: their gradients fit in memory.
 AUTO_MAX_PAIRS = 4000
-
-#: Gradients of pairs that were not sampled, to see how much is outside the span.
-FEW_OTHERS = 256
 
 
 def check_plan(
@@ -70,7 +68,7 @@ def check_plan(
 
 @dataclass(frozen=True)
 class FitPlan:
-    """The model, its derivatives and targets, and how many directions are wanted.
+    """The model, its data, and how many directions are wanted.
 
     Attributes
     ----------
@@ -91,6 +89,10 @@ class FitPlan:
         sampled cotangents per example, instead of the exact curvature
     complement : Complement or float, optional
         what was asked for; None leaves it to the fit
+    data : TrainingData
+    processes : Processes, optional
+        that fit together
+    progress_bar : bool
     budget : int, optional
         bytes that all processes may use, where there are several
     """
@@ -105,8 +107,18 @@ class FitPlan:
     seed: int
     curvature: Curvature
     stochastic: bool | int
-    complement: Complement | float | None = None
+    complement: Complement | float | None
+    data: TrainingData
+    processes: Processes | None = None
+    progress_bar: bool = False
     budget: int | None = None
+
+    def agreed(self) -> FitPlan:
+        """Return the plan with the budget that all processes have."""
+        if self.processes is None:
+            return self
+        budgets = self.processes.meet("memory budgets", self.available())
+        return replace(self, budget=min(budgets))
 
     @property
     def home(self) -> torch.device:
@@ -133,11 +145,6 @@ class FitPlan:
             and self.has_curvature_rows
             and self.observation.sigma_noise.numel() == 1
         )
-
-    @property
-    def is_empirical(self) -> bool:
-        """Whether the curvature is the empirical Fisher."""
-        return self.curvature is Curvature.EMPIRICAL_FISHER
 
     # Memory
 
@@ -211,9 +218,3 @@ class FitPlan:
         ranks = range(1, min(self.subsample_size, n_pairs) + 1)
         largest = bisect.bisect_left(ranks, True, key=too_many)
         raise too_large_for_exact(memory, linearizer.n_params, largest, self.home)
-
-    def may_be_double(self) -> bool:
-        """Return whether derivatives can be tried in float64 instead."""
-        device = self.fn.device
-        supported = device.type in ("cpu", "cuda", "meta")
-        return supported and not autocast_enabled(device)

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.trials import decide, linearize
 from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
 from laplace_ella.fitting.checkpoint import Progress, plain_inputs, remaining_batches
-from laplace_ella.fitting.data import Pairs, TrainingData, draw_others, draw_pairs
-from laplace_ella.fitting.plan import AUTO_ENERGY, FEW_OTHERS, FitPlan
+from laplace_ella.fitting.data import Pairs, draw_pairs
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.basis import (
     NystromBasis,
@@ -30,24 +28,30 @@ from laplace_ella.posterior.basis import (
 from laplace_ella.posterior.complement import UNKNOWN_SPAN, Complement
 from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
 from laplace_ella.posterior.span import Sketch, Span, sampled_span
-from laplace_ella.support.batches import (
-    Positions,
-    batch_size,
-    has_values,
-    take,
-)
+from laplace_ella.support.batches import Positions, batch_size, has_values, take
 from laplace_ella.support.checks import check_finite
+from laplace_ella.support.preserve import autocast_enabled
 
 if TYPE_CHECKING:
-    from laplace_ella.fitting.checkpoint import Checkpoint
+    from laplace_ella.derivatives.linearizer import Linearizer
     from laplace_ella.fitting.distributed import Processes
+    from laplace_ella.fitting.plan import FitPlan
 
-__all__ = ["digested", "extend_basis", "first_look", "sample_basis", "targets_of"]
+__all__ = ["first_look", "sample_basis", "targets_of"]
 
 logger = logging.getLogger("laplace_ella")
 
+#: n_eigenvalues="auto": directions until this share of the trace.
+AUTO_ENERGY = 0.9
+
+#: Gradients of pairs that were not sampled, to see how much is outside the span.
+FEW_OTHERS = 256
+
 #: Examples whose outputs are looked at first, and that a fit keeps to be known by.
 FEW_OUTPUTS, FEW_EXAMPLES = 8, 4
+
+#: Positions, inputs and targets of a batch.
+Read = tuple[slice, Any, torch.Tensor]
 
 
 def first_look(plan: FitPlan, x: Any, y: torch.Tensor) -> Linearizer:
@@ -72,24 +76,18 @@ def first_look(plan: FitPlan, x: Any, y: torch.Tensor) -> Linearizer:
     return linearizer
 
 
-# The basis
-
-
-def sample_basis(
-    plan: FitPlan,
-    data: TrainingData,
-    processes: Processes | None = None,
-    checkpoint: Checkpoint | None = None,
-    progress_bar: bool = False,
-) -> tuple[Fit, Progress]:
+def sample_basis(plan: FitPlan, start: Fit | None = None) -> tuple[Fit, Progress]:
     """Return a fit without data, and how far it read: draw M pairs (x, i), or take all,
     and compute the directions of their gradients.
 
-    Taking all, outputs and targets of the same batches are kept as training rows.
+    Taking all, outputs and targets of the same batches are kept as training rows; those
+    of `start`, an exact fit of other data, come before them.
     """
-    batches = data.batches(plan.fn.device, "[Sampling gradients]", progress_bar)
+    data, processes = plan.data, plan.processes
+    batches = data.batches(plan.fn.device, "[Sampling gradients]", plan.progress_bar)
     first = next(batches)
     _, x, y = first
+    batches = chain([first], batches)
     n_own = n_examples = data.n_examples or 0
     offset, labels = 0, data.labels
     if processes is not None:
@@ -97,87 +95,74 @@ def sample_basis(
         n_examples, offset = sum(counts), sum(counts[: processes.rank])
         if labels is not None:
             labels = np.concatenate(processes.meet("labels", labels))
-    linearizer = first_look(plan, x, y)
+    linearizer = first_look(plan, x, y) if start is None else start.linearizer
     n_outputs = math.prod(linearizer.output_shape)
     n_pairs = n_examples * n_outputs
-    exact = plan.takes_all(linearizer, n_pairs)
-    if exact:
-        linearizer = _in_double(plan, linearizer, x, n_pairs)
-    else:
-        rank = min(plan.rank_limit, plan.subsample_size, n_pairs)
-        linearizer = decide(linearizer, x, rank)
-    examples = take(x, slice(0, FEW_EXAMPLES), batch_size(x, plan.dict_key_x))
-    fit = Fit(
-        basis=_no_basis(linearizer),
-        sums=CurvatureSum.zero(0, 1, linearizer.device),
+    if start is not None or plan.takes_all(linearizer, n_pairs):
+        if start is None:
+            linearizer = _in_double(plan, linearizer, x, n_pairs)
+        return _read_all(plan, linearizer, x, batches, n_own * n_outputs, start)
+    rank = min(plan.rank_limit, plan.subsample_size, n_pairs)
+    linearizer = decide(linearizer, x, rank)
+    capacity, keep = plan.buffer_sizes(linearizer, n_pairs)
+    rng, n_samples = np.random.default_rng(plan.seed), min(plan.subsample_size, n_pairs)
+    few, sketch = 0, None
+    if plan.keeps_span and capacity > n_samples:
+        few = FEW_OTHERS
+        sketch = Sketch.of(linearizer.n_params, n_samples, plan.seed, plan.home)
+    elif plan.complement is Complement.MATCHED:
+        raise ValueError(UNKNOWN_SPAN)
+    drawn = draw_pairs(n_examples, n_outputs, n_samples + few, rng, labels)
+    own = slice(offset, offset + n_own)
+    pairs, others = (
+        drawn[part].by_example().within(own)
+        for part in (slice(n_samples), slice(n_samples, None))
+    )
+    buffer = RowBuffer(
+        linearizer.fn.numels, capacity, keep, linearizer.dtype, plan.home
+    )
+    basis, span = _gather(plan, linearizer, batches, buffer, pairs, others, sketch)
+    regression = plan.observation.family.is_regression
+    complement = Complement.PRIOR if regression else Complement.DROP
+    if span is not None:
+        complement = Complement.MATCHED
+    fit = _fit_of(plan, linearizer, x, basis, complement=complement, span=span)
+    return fit, Progress(fit.sums)
+
+
+def _fit_of(
+    plan: FitPlan, linearizer: Linearizer, x: Any, basis: NystromBasis, **found: Any
+) -> Fit:
+    """Return a fit without data, its directions in the dtype that was asked for."""
+    dtype = plan.options.basis_dtype or basis.directions.dtype
+    n_noises = plan.observation.sigma_noise.numel()
+    size = batch_size(x, plan.dict_key_x)
+    return Fit(
+        basis=replace(basis, directions=basis.directions.to(dtype)),
+        sums=CurvatureSum.zero(basis.rank, n_noises, linearizer.device),
         output_shape=tuple(linearizer.output_shape),
         mean=plan.fn.flat(),
         dtype=linearizer.dtype,
-        complement=Complement.DROP,
-        curvature_rows=plan.has_curvature_rows,
         linearizer=linearizer,
-        examples=plain_inputs(examples),
+        curvature_rows=plan.has_curvature_rows,
+        examples=plain_inputs(take(x, slice(0, FEW_EXAMPLES), size)),
+        **found,
     )
-    batches = chain([first], batches)
-    if exact:
-        return _read_all(plan, fit, batches, n_own * n_outputs, processes, checkpoint)
-    rng = np.random.default_rng(plan.seed)
-    pairs = draw_pairs(n_examples, n_outputs, plan.subsample_size, rng, labels)
-    capacity, keep = plan.buffer_sizes(linearizer, n_pairs)
-    n_samples, sketch, others = len(pairs.examples), None, pairs.within(slice(0, 0))
-    if plan.keeps_span and capacity > n_samples:
-        sketch = Sketch.of(linearizer.n_params, n_samples, plan.seed, plan.home)
-        others = draw_others(n_examples, n_outputs, pairs, FEW_OTHERS, rng)
-    elif plan.complement is Complement.MATCHED:
-        raise ValueError(UNKNOWN_SPAN)
-    own = slice(offset, offset + n_own)
-    basis, span = _gather(
-        plan,
-        linearizer,
-        batches,
-        RowBuffer(linearizer.fn.numels, capacity, keep, fit.dtype, plan.home),
-        (pairs.within(own), others.within(own)),
-        sketch,
-        processes,
-    )
-    regression = plan.observation.family.is_regression
-    complement = Complement.PRIOR if regression else Complement.DROP
-    sums = CurvatureSum.zero(basis.rank, _n_noises(plan), linearizer.device)
-    fit = replace(
-        fit,
-        basis=basis,
-        sums=sums,
-        complement=complement if span is None else Complement.MATCHED,
-        span=span,
-        complete=n_samples == n_pairs and fit.curvature_rows,
-    )
-    return fit, Progress(sums)
-
-
-def _n_noises(plan: FitPlan) -> int:
-    return plan.observation.sigma_noise.numel()
-
-
-def _no_basis(linearizer: Linearizer) -> NystromBasis:
-    none = torch.zeros(0, linearizer.n_params, device=linearizer.device)
-    return NystromBasis(none, none.double()[:, 0], 0, 0.0, "")
 
 
 def _gather(
     plan: FitPlan,
     linearizer: Linearizer,
-    batches: Iterable[tuple[slice, Any, torch.Tensor]],
+    batches: Iterable[Read],
     buffer: RowBuffer,
-    drawn: tuple[Pairs, Pairs],
+    pairs: Pairs,
+    others: Pairs,
     sketch: Sketch | None,
-    processes: Processes | None,
 ) -> tuple[NystromBasis, Span | None]:
     """Take the gradients of the drawn pairs, and sketches of the gradients of others,
     in one pass that ends at the last of them."""
-    pairs, others = drawn
-    both = np.concatenate([pairs.examples, others.examples])
-    last = int(both.max()) if len(both) else -1
-    finite, beyond, reached = [], [], -1
+    last = max([-1, *pairs.examples[-1:], *others.examples[-1:]])
+    finite, beyond = [], []
     for where, x, _ in batches:
         if last < where.start:
             break
@@ -192,17 +177,12 @@ def _gather(
             for rows in _rows(linearizer, x, others.within(where), buffer.capacity):
                 beyond.append(sketch(rows.to(plan.home)))
         finite.append(torch.isfinite(buffer.energy))
-        reached = where.stop - 1
-    if reached < last:
-        raise ValueError(
-            f"The loader yielded {reached + 1} examples, and at least {last + 1} were "
-            "expected from its length or a pass before. Pass a loader whose every pass "
-            "starts anew."
-        )
     check_finite(finite, "gradients", "while sampling the basis")
-    if processes is not None:
-        buffer = _of_all(processes, buffer)
-        beyond = [processes.rows("other gradients", torch.cat(beyond))] * bool(beyond)
+    if plan.processes is not None:
+        buffer = _of_all(plan.processes, buffer)
+        if sketch is not None:
+            own = torch.cat(beyond) if beyond else None
+            beyond = [plan.processes.rows("other gradients", own)]
     groups = None if sketch is None else sketch.of_many(buffer.rows)
     accurate = plan.has_curvature_rows  # whose small eigenvalues are used
     with warnings.catch_warnings():
@@ -216,7 +196,7 @@ def _gather(
             span = span.compared_with(torch.cat(beyond))
     if plan.n_eigenvalues == "auto":
         basis = basis.truncate(int((basis.explained < AUTO_ENERGY).sum()) + 1)
-    return _converted(plan, basis), span
+    return basis, span
 
 
 def _rows(
@@ -243,12 +223,6 @@ def _of_all(processes: Processes, buffer: RowBuffer) -> RowBuffer:
     return both
 
 
-def _converted(plan: FitPlan, basis: NystromBasis) -> NystromBasis:
-    """Return the basis in the dtype that was asked for."""
-    dtype = plan.options.basis_dtype or basis.directions.dtype
-    return replace(basis, directions=basis.directions.to(dtype))
-
-
 # Exact fits: everything in one pass
 
 
@@ -261,8 +235,9 @@ def _in_double(
     With all gradients in the basis the variance at inputs like the training data is a
     small difference, which single precision loses under weak priors.
     """
-    rank = min(n_pairs, linearizer.n_params)
-    if linearizer.dtype != torch.float64 and plan.may_be_double():
+    rank, device = min(n_pairs, linearizer.n_params), plan.fn.device
+    possible = device.type in ("cpu", "cuda", "meta") and not autocast_enabled(device)
+    if linearizer.dtype != torch.float64 and possible:
         double = linearizer.in_dtype(torch.float64)
         try:
             if plan.estimate_exact(double, n_pairs).fits:
@@ -274,108 +249,59 @@ def _in_double(
 
 def _read_all(
     plan: FitPlan,
-    fit: Fit,
-    batches: Iterable[tuple[slice, Any, torch.Tensor]],
+    linearizer: Linearizer,
+    first: Any,
+    batches: Iterable[Read],
     n_pairs: int,
-    processes: Processes | None,
-    checkpoint: Checkpoint | None,
+    start: Fit | None,
 ) -> tuple[Fit, Progress]:
     """Return the fit with the directions of all gradients, and the rows of the same
-    pass that its curvature is made of; what it spans already stays."""
-    linearizer = fit.linearizer
-    positions = linearizer.layout.of(fit.output_shape)
-    n_outputs, done = positions.n_values, Progress(fit.sums)
-    buffer = RowBuffer(
-        linearizer.fn.numels, n_pairs + 1, n_pairs, linearizer.dtype, plan.home
-    )
-    f, y, finite = [], [], []
-    for where, x, targets, running in digested(batches, done, checkpoint):
-        size = where.stop - where.start
-        outputs, here = linearizer.outputs(x)
-        rows = targets_of(plan, targets, size, here, positions)
-        pairs = Pairs(*np.divmod(np.arange(size * n_outputs), n_outputs))
-        for some in _rows(linearizer, x, pairs, buffer.capacity):
-            buffer.append(some.to(plan.home))
-        finite.append(torch.isfinite(buffer.energy) & torch.isfinite(outputs).all())
-        f.append(outputs.unflatten(0, (size, -1)))
-        y.append(rows.to(outputs.device).unflatten(0, (size, -1)))
-        done = replace(
-            done,
-            n_examples=where.stop,
-            n_batches=done.n_batches + 1,
-            targets=running,
-        )
-    check_finite(finite, "outputs or derivatives", "of the data")
-    f, y = torch.cat(f), torch.cat(y)
-    if processes is not None:
-        buffer = _of_all(processes, buffer)
-        f, y = processes.rows("outputs", f), processes.rows("targets", y)
-    if fit.spans_all and fit.training is not None:
-        before = fit.training
-        coefficients = positions.outputs(before.phi.flatten(0, 1)).flatten(0, 1)
-        coefficients = coefficients.to(plan.home)
-        basis, coefficients = extend_exact(fit.basis, coefficients, buffer.rows)
-        f, y = torch.cat([before.f, f]), torch.cat([before.y, y])
-    else:
-        basis, coefficients = exact_basis(buffer)
-        logger.info(
-            "exact linearised Laplace: all %d gradients, rank %d, in %s",
-            basis.n_samples,
-            basis.rank,
-            str(linearizer.dtype).removeprefix("torch."),
-        )
-    phi = coefficients.to(f.device).unflatten(0, (len(f), n_outputs))
-    phi = positions.rows(phi).unflatten(0, (len(f), -1))
-    sums = CurvatureSum.zero(basis.rank, _n_noises(plan), linearizer.device)
-    fit = replace(
-        fit,
-        basis=_converted(plan, basis),
-        sums=sums,
-        dtype=linearizer.dtype,
-        complement=Complement.PRIOR,
-        spans_all=True,
-        training=TrainingRows(f, phi, y),
-        complete=fit.curvature_rows,
-    )
-    return fit, replace(done, sums=sums)
-
-
-def extend_basis(
-    plan: FitPlan,
-    data: TrainingData,
-    start: Fit,
-    processes: Processes | None = None,
-    checkpoint: Checkpoint | None = None,
-    progress_bar: bool = False,
-) -> tuple[Fit, Progress]:
-    """Return an exact fit that spans further data as well, with nothing added up."""
-    if start.training is None:
+    pass that its curvature is made of; what `start` spans stays."""
+    before = None if start is None else start.training
+    if start is not None and before is None:
         raise ValueError(
             "override=False of an exact fit extends its basis, which takes the "
             "features of the data that were fitted, and this fit has not kept them "
             "(there was no room within memory_budget, or features were added from a "
             "cache). Fit all data at once, or give a number of directions."
         )
-    batches = data.batches(plan.fn.device, "[Sampling gradients]", progress_bar)
-    n_pairs = (data.n_examples or 0) * math.prod(start.output_shape)
-    return _read_all(plan, start, batches, n_pairs, processes, checkpoint)
-
-
-# What passes over the data have in common
-
-
-def digested(
-    batches: Iterable[tuple[slice, Any, torch.Tensor]],
-    done: Progress,
-    checkpoint: Checkpoint | None,
-) -> Iterator[tuple[slice, Any, torch.Tensor, str]]:
-    """Yield the batches that are not done yet with the running digest of their
-    targets, where there is a file to keep it."""
-    if checkpoint is not None:
-        yield from remaining_batches(iter(batches), done)
-        return
-    for where, x, y in batches:
-        yield where, x, y, ""
+    positions = linearizer.layout.of(tuple(linearizer.output_shape))
+    n_outputs, numels = positions.n_values, linearizer.fn.numels
+    buffer = RowBuffer(numels, n_pairs + 1, n_pairs, linearizer.dtype, plan.home)
+    parts, finite, n_examples, digest = [], [], 0, ""
+    for where, x, targets, digest in remaining_batches(batches):  # noqa: B007
+        size = where.stop - where.start
+        outputs, here = linearizer.outputs(x)
+        y = targets_of(plan, targets, size, here, positions)
+        pairs = Pairs(*np.divmod(np.arange(size * n_outputs), n_outputs))
+        for some in _rows(linearizer, x, pairs, buffer.capacity):
+            buffer.append(some.to(plan.home))
+        finite.append(torch.isfinite(buffer.energy) & torch.isfinite(outputs).all())
+        both = outputs, y.to(outputs.device)
+        parts.append([t.unflatten(0, (size, -1)) for t in both])
+        n_examples = where.stop
+    check_finite(finite, "outputs or derivatives", "of the data")
+    f, y = (torch.cat(some) for some in zip(*parts, strict=True))
+    if plan.processes is not None:
+        buffer = _of_all(plan.processes, buffer)
+        f, y = plan.processes.rows("outputs", f), plan.processes.rows("targets", y)
+    if start is not None and before is not None:
+        old = positions.outputs(before.phi.flatten(0, 1)).flatten(0, 1)
+        basis, phi = extend_exact(start.basis, old.to(plan.home), buffer.rows)
+        f, y = torch.cat([before.f, f]), torch.cat([before.y, y])
+    else:
+        basis, phi = exact_basis(buffer)
+        dtype = str(linearizer.dtype).removeprefix("torch.")
+        logger.info(
+            "exact linearised Laplace: all %d gradients, rank %d, in %s",
+            *(basis.n_samples, basis.rank, dtype),
+        )
+    phi = positions.rows(phi.to(f.device).unflatten(0, (len(f), n_outputs)))
+    rows = TrainingRows(f, phi.unflatten(0, (len(f), -1)), y)
+    found = {"complement": Complement.PRIOR, "spans_all": True, "training": rows}
+    fit = _fit_of(plan, linearizer, first, basis, **found)
+    done = Progress(fit.sums, n_examples, len(parts), digest)
+    return fit, done
 
 
 def targets_of(

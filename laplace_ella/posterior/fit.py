@@ -47,6 +47,10 @@ class CurvatureSum:
         H = torch.zeros(*each, rank, rank, dtype=torch.float64, device=device)
         return cls(H, H.new_zeros(each), 0)
 
+    def cleared(self) -> CurvatureSum:
+        """Return sums of nothing, of the same shape."""
+        return CurvatureSum(torch.zeros_like(self.H), torch.zeros_like(self.loss), 0)
+
     def add(
         self, f: torch.Tensor, psi: torch.Tensor, y: torch.Tensor, family: Family
     ) -> CurvatureSum:
@@ -80,6 +84,10 @@ class TrainingRows:
     phi: torch.Tensor
     y: torch.Tensor
 
+    def first(self, n: int) -> TrainingRows:
+        """Return those of the first n examples."""
+        return TrainingRows(self.f[:n], self.phi[:n], self.y[:n])
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -107,8 +115,6 @@ class Fit:
     curvature_rows : bool
         whether the gradients of pairs are the rows of the curvature's root, as for
         regression with the GGN: the spectrum of a sample of them tells that of all
-    complete : bool
-        whether the sampled gradients are those of all data that were added up
     span : Span, optional
         of the sampled gradients, where it was kept
     training : TrainingRows, optional
@@ -130,7 +136,6 @@ class Fit:
     history: tuple[dict[str, float], ...] = ()
     spans_all: bool = False
     curvature_rows: bool = False
-    complete: bool = False
     span: Span | None = None
     training: TrainingRows | None = None
     examples: Any = None
@@ -156,6 +161,18 @@ class Fit:
             eigenvalues, basis.n_samples, n_rows, len(self.mean), self.complete
         )
         return Tail(spectrum, self.span)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the sampled gradients are the rows of the curvature that was added
+        up, and not of other data: then VᵀJᵀJV has their eigenvalues."""
+        basis, H = self.basis, self.sums.H
+        if basis.n_samples != self.sums.n_data * self.n_outputs or not has_values(H):
+            return False
+        dtypes = self.dtype, basis.directions.dtype
+        rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+        off = (H.diagonal() - basis.eigenvalues.to(H)).abs().sum()
+        return bool(off <= rounding * basis.trace)
 
     @property
     def n_outputs(self) -> int:
