@@ -26,7 +26,7 @@ from laplace_ella.fitting.sampling import first_look, sample_basis
 from laplace_ella.hyperparameters import TunableLaplace
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.fit import TrainingRows
-from laplace_ella.posterior.observation import Family
+from laplace_ella.posterior.observation import Family, Link
 
 if TYPE_CHECKING:
     from laplace_ella.fitting.distributed import Processes
@@ -188,10 +188,14 @@ or None, default=None
             file of another fit, and a damaged one, are refused. Delete it to start over
         """
         schedule, stops = check_stopping(early_stopping, val_loader)
+        link = self.link_approx
+        if schedule is not None and schedule.link_approx is not None:
+            link = Link(schedule.link_approx)
         given = {"override": override, "balanced": balanced, "max_data": max_data}
         with ExitStack() as stack:
             processes = stack.enter_context(self._working("fit()", **given))
             start, record, done = None if override else self.fitted, None, None
+            finished = False
             counted = start is None or start.spans_all
             plan = self._plan(
                 train_loader, max_data, balanced, counted, processes, progress_bar
@@ -201,48 +205,59 @@ or None, default=None
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 settings = {**self._described(), **given}
                 if schedule is not None:
-                    settings |= {**vars(schedule), "early_stopping": stops}
-                    settings |= self._hyperparameters()
+                    settings |= {**self._hyperparameters(), **vars(schedule)}
+                    settings |= {"link_approx": link, "early_stopping": stops}
                 record, done = open_checkpoint(
                     checkpoint, plan, settings, start, val_loader
                 )
             if done is not None:
                 start, progress, finished = done
-                if finished:
-                    self._adopt(start)
-                    return
             elif start is None or start.spans_all:
                 start, progress = sample_basis(plan, start)
             else:
                 progress = Progress(start.sums)
-            validate: Callable[[Fit], float] | None = None
-            if schedule is not None:
-                validator = self._validator(
-                    self._posterior_of(start),
-                    val_loader,
-                    schedule.loss,
-                    schedule.link_approx,
-                    schedule.n_samples,
-                    progress_bar,
-                    start.linearizer,
-                    processes,
+            if not finished:
+                validate = None
+                if schedule is not None:
+                    validate = self._validation(
+                        start, val_loader, schedule, link, processes, progress_bar
+                    )
+                start = add_up(
+                    plan,
+                    start,
+                    progress,
+                    start.training if start.spans_all else None,
+                    schedule=schedule,
+                    validate=validate,
+                    stops=stops,
+                    generator=generator,
+                    checkpoint=record,
                 )
-                validate = lambda fit: validator(self._posterior_of(fit))  # noqa: E731
+        self._adopt(start)
+        if stops:
+            self.link_approx = link
 
-            fit = add_up(
-                plan,
-                start,
-                progress,
-                start.training if start.spans_all else None,
-                schedule=schedule,
-                validate=validate,
-                stops=stops,
-                generator=generator,
-                checkpoint=record,
-            )
-        self._adopt(fit)
-        if stops and validator is not None:
-            self.link_approx = validator.link
+    def _validation(
+        self,
+        start: Fit,
+        val_loader: Any,
+        schedule: EarlyStopping,
+        link: Link,
+        processes: Processes | None,
+        progress_bar: bool,
+    ) -> Callable[[Fit], float]:
+        """Return the validation loss of a fit on the basis of `start`."""
+        validator = self._validator(
+            self._posterior_of(start),
+            val_loader,
+            schedule.loss,
+            link,
+            schedule.n_samples,
+            progress_bar,
+            start.linearizer,
+            processes,
+        )
+        return lambda fit: validator(self._posterior_of(fit))
 
     def fit_basis(
         self,

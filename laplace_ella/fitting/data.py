@@ -140,11 +140,12 @@ class TrainingData:
             seen += size
             if seen == end:
                 return
-        if seen < (1 if n is None else n):
+        if seen < (n or 1):
             raise ValueError(
-                f"The loader yielded {seen} examples, and {n or 'one or more'} were "
-                "expected from its length or a pass before. Check the data set, the "
-                "sampler and drop_last, and pass a loader whose every pass starts anew."
+                f"The loader yields {seen or 'no'} example(s), and at least {n or 1} "
+                f"{'is' if not n else 'of its length or a pass before are'} expected. "
+                "Check the data set, the sampler and drop_last, and pass a loader whose "
+                "every pass starts anew."
             )
 
 
