@@ -142,10 +142,9 @@ class TrainingData:
                 return
         if seen < (n or 1):
             raise ValueError(
-                f"The loader yields {seen or 'no'} example(s), and at least {n or 1} "
-                f"{'is' if not n else 'of its length or a pass before are'} expected. "
-                "Check the data set, the sampler and drop_last, and pass a loader whose "
-                "every pass starts anew."
+                f"The loader yields {seen or 'no'} example(s), at least {n or 1} are "
+                "expected by its length or a pass before. Check the data set, the "
+                "sampler and drop_last, and pass a loader whose every pass starts anew."
             )
 
 
