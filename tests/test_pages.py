@@ -13,6 +13,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 import torch
+
 from laplace_ella.cli import build_parser
 
 ROOT = Path(__file__).parents[1]
