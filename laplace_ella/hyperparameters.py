@@ -166,7 +166,13 @@ class TunableLaplace(PriorTuning):
         mean = torch.as_tensor(self._prior_mean)
         evidence = Evidence.of(fit, self._observation, self.posterior, mean, many=True)
         noise, prior = maximize(
-            evidence, self.prior_precision, n_steps, lr, tune_prior, progress_bar
+            evidence,
+            self.prior_precision,
+            n_steps,
+            lr,
+            tune_prior=tune_prior,
+            tune_noise=True,
+            progress_bar=progress_bar,
         )
         self.sigma_noise, self.prior_precision = noise, prior
 

@@ -20,7 +20,7 @@ from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.predictions import PredictingLaplace
 from laplace_ella.support.checks import check_positive, member, positive_int
 from laplace_ella.tuning.cache import FeatureCache
-from laplace_ella.tuning.evidence import Evidence, climb
+from laplace_ella.tuning.evidence import Evidence, maximize
 from laplace_ella.tuning.leave_one_out import (
     LeftOut,
     LinkLoss,
@@ -219,7 +219,7 @@ class PriorTuning(PredictingLaplace):
         )
         mean = torch.as_tensor(self._prior_mean)
         evidence = Evidence.of(fit, self._observation, posterior, mean, many=True)
-        return climb(evidence, init, n_steps, lr, progress_bar)
+        return maximize(evidence, init, n_steps, lr, progress_bar=progress_bar)[1]
 
     def _search_prior(
         self,

@@ -173,21 +173,20 @@ class Tail:
         f, delta = factor.double().reshape(()), prior.double().reshape(())
         spectrum, n = self.spectrum, self.spectrum.n_rows
         span = self.span
+        # Within the span, by the eigenvalues beyond the basis. Where a decade has none,
+        # what seems to lie there is known as well as the basis is.
         sizes = () if span is None else span.sizes
-        # Within the span, by the eigenvalues beyond the basis.
-        values = spectrum.scaled[: sum(sizes) if sizes else None].clone()
-        values[:rank] = 0
+        values = spectrum.scaled[: sum(sizes) if sizes else None]
         freedoms = values / (f * values + delta)
-        within = (
-            [  # the prior's without any such direction
-                _ratio(a.sum(), b.sum(), delta, delta + f * a.sum())
-                for a, b in zip(values.split(sizes), freedoms.split(sizes), strict=True)
-            ]
-            if sizes
-            else []
-        )
+        freedom_span = f * freedoms[rank:].sum()
+        within, start = [], 0
+        for size in sizes:
+            known = slice(max(start, min(rank, start + size - 1)), start + size)
+            total = values[known].sum()
+            most = delta + f * total
+            within.append(_ratio(total, freedoms[known].sum(), delta, most))
+            start += size
         within = torch.stack(within) if within else f.new_zeros(0)
-        freedom_span = f * freedoms.sum()
         # New inputs like the data: their variance, less what is in basis and span.
         freedom = spectrum.degrees_of_freedom(delta / f)
         n = max(n, 1)  # without data nothing is known, and the prior holds

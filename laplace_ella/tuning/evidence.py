@@ -77,88 +77,57 @@ class Evidence:
         return fitted - 0.5 * (posterior.log_det_ratio + scatter)
 
 
-def climb(
-    evidence: Evidence,
-    prior: torch.Tensor,
-    n_steps: int,
-    lr: float,
-    progress_bar: bool = False,
-) -> torch.Tensor:
-    """Return the prior precision after laplace-torch's steps of Adam on its log."""
-    log_prior = prior.detach().log()
-    sigma = evidence.observation.sigma_noise.detach()
-    bar = trange(
-        n_steps, desc="[Optimizing marginal likelihood]", disable=not progress_bar
-    )
-    with torch.enable_grad():
-        adam = torch.optim.Adam([log_prior.requires_grad_()], lr=lr)
-        for _ in bar:
-            adam.zero_grad()
-            (-evidence(log_prior.exp(), sigma)).backward()
-            adam.step()
-    chosen = log_prior.detach().exp()
-    with torch.no_grad():
-        value = evidence(chosen, sigma)
-    if has_values(value) and not torch.isfinite(value):
-        raise _undefined(evidence)
-    return chosen
-
-
-def _undefined(evidence: Evidence) -> ValueError:
-    return ValueError(
-        "The evidence is NaN or infinite: sigma_noise "
-        f"{evidence.observation.sigma_noise.tolist()}, loss of the training data "
-        f"{evidence.fit.sums.loss.tolist()}. Nothing was changed; check the targets "
-        "and start from other values."
-    )
-
-
 def maximize(
     evidence: Evidence,
     prior: torch.Tensor,
     n_steps: int,
     lr: float,
-    tune_prior: bool,
+    *,
+    tune_prior: bool = True,
+    tune_noise: bool = False,
     progress_bar: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sigma_noise and prior precision that maximise the evidence.
+    """Return sigma_noise and prior precision after laplace-torch's steps of Adam on
+    their logarithms; where the noise is tuned, L-BFGS goes on to the maximum."""
+    sigma = evidence.observation.sigma_noise
+    start = sigma.detach().double().log(), prior.detach().double().log()
+    tuned = (tune_noise, tune_prior)
+    logs = [v.clone().requires_grad_(t) for v, t in zip(start, tuned, strict=True)]
+    variables = [v for v in logs if v.requires_grad]
+    best = [torch.full_like(logs[0].detach().sum(), -torch.inf), *start]
 
-    Adam on their logarithms, from their current values, finds the neighbourhood of the
-    maximum, L-BFGS the maximum; whichever was better counts.
-    """
-    log_sigma = evidence.observation.sigma_noise.detach().double().log()
-    log_prior = prior.detach().double().log()
-    log_sigma.requires_grad_()
-    log_prior.requires_grad_(tune_prior)
-    variables = [log_sigma] + [log_prior] * tune_prior
-    best: tuple[float, torch.Tensor, torch.Tensor] | None = None
-
-    def closure() -> torch.Tensor:
-        nonlocal best
+    def loss() -> torch.Tensor:
         for variable in variables:
             variable.grad = None
-        loss = -evidence(log_prior.exp(), log_sigma.exp())
-        loss.backward()
-        value = float(loss.detach())
-        if value < (float("inf") if best is None else best[0]):
-            best = value, log_sigma.detach().clone(), log_prior.detach().clone()
-        return loss
+        value = evidence(logs[1].exp(), logs[0].exp())
+        if value.requires_grad:
+            (-value).backward()
+        now = [value.detach(), *(v.detach() for v in logs)]
+        better = now[0] > best[0]  # not for NaN; no wait for the device
+        best[:] = [torch.where(better, a, b) for a, b in zip(now, best, strict=True)]
+        return -value
 
-    def best_so_far() -> tuple[torch.Tensor, torch.Tensor]:
-        if best is None:
-            raise _undefined(evidence)
-        return best[1], best[2]
-
+    bar = trange(
+        n_steps, desc="[Optimizing marginal likelihood]", disable=not progress_bar
+    )
     with torch.enable_grad():
         adam = torch.optim.Adam(variables, lr=lr)
-        for _ in trange(n_steps, desc="[Evidence]", disable=not progress_bar):
-            adam.step(closure)
-        start = best_so_far()
-        with torch.no_grad():
-            for variable, value in zip((log_sigma, log_prior), start, strict=True):
-                variable.copy_(value)
-        torch.optim.LBFGS(
-            variables, max_iter=n_steps, line_search_fn="strong_wolfe"
-        ).step(closure)
-    log_sigma, log_prior = best_so_far()
-    return log_sigma.exp(), log_prior.exp()
+        for _ in bar:
+            adam.step(loss)
+        if not tune_noise:  # the last step counts, as in laplace-torch
+            best[0] = torch.full_like(best[0], -torch.inf)
+        loss()
+        if tune_noise and bool(torch.isfinite(best[0])):
+            with torch.no_grad():
+                for variable, value in zip(logs, best[1:], strict=True):
+                    variable.copy_(value)
+            torch.optim.LBFGS(
+                variables, max_iter=n_steps, line_search_fn="strong_wolfe"
+            ).step(loss)
+    if has_values(best[0]) and not bool(torch.isfinite(best[0])):
+        raise ValueError(
+            f"The evidence is NaN or infinite: sigma_noise {sigma.tolist()}, loss of "
+            f"the training data {evidence.fit.sums.loss.tolist()}. Nothing was "
+            "changed; check the targets and start from other values."
+        )
+    return best[1].exp(), best[2].exp()

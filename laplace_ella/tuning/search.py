@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from scipy.optimize import minimize, minimize_scalar
+from scipy.optimize import minimize_scalar
 from tqdm.auto import tqdm
 
 from laplace_ella.errors import BorderWarning, warn_caller
@@ -64,24 +64,13 @@ def search_prior(
 ) -> torch.Tensor:
     """Return the scalar prior precision of the grid with the lowest validation loss."""
     candidate, validator = validator.rotated(posterior)
-
-    def loss(prior: torch.Tensor) -> float:
-        return validator(candidate.with_(prior=prior.reshape(1).to(posterior.prior)))
-
-    return search_grid(grid, loss, progress_bar)
-
-
-def search_grid(
-    grid: torch.Tensor, loss: Callable[[torch.Tensor], float], progress_bar: bool
-) -> torch.Tensor:
-    """Return the prior precision of a grid with the lowest loss."""
-    losses = []
-    bar = tqdm(grid, disable=not progress_bar)
-    for candidate in bar:
-        losses.append(loss(candidate))
+    losses, bar = [], tqdm(grid, disable=not progress_bar)
+    for prior in bar:
+        prior_precision = prior.reshape(1).to(posterior.prior)
+        losses.append(validator(candidate.with_(prior=prior_precision)))
         if progress_bar:
             bar.set_description(
-                f"[Grid search | prior_prec: {candidate:.3e}, loss: {losses[-1]:.3f}]"
+                f"[Grid search | prior_prec: {prior:.3e}, loss: {losses[-1]:.3f}]"
             )
     return lowest(list(grid), losses)
 
@@ -116,15 +105,24 @@ def search_temperature(
         return validator(candidate.with_(factor=posterior.factor / 10**log_t))
 
     grid = _log_temperatures(n_data, 25)
-    losses = [loss(log_t) for log_t in grid]
+    log_t, _ = _refined(loss, grid, [loss(log_t) for log_t in grid])
+    _warn_at_border("temperature", log_t, (grid[0], grid[-1]))
+    return float(10**log_t)
+
+
+def _refined(
+    loss: Callable[[float], float], grid: np.ndarray, losses: Sequence[float]
+) -> tuple[float, float]:
+    """Return the minimum between the neighbours of the lowest point of a grid, and its
+    loss."""
     start = lowest(range(len(grid)), losses)
     low, high = grid[max(start - 1, 0)], grid[min(start + 1, len(grid) - 1)]
     refined: Any = minimize_scalar(
         loss, bounds=(low, high), method="bounded", options={"xatol": 1e-3}
     )
-    log_t = refined.x if refined.fun < losses[start] else grid[start]
-    _warn_at_border("temperature", log_t, (grid[0], grid[-1]))
-    return float(10**log_t)
+    if refined.fun < losses[start]:
+        return float(refined.x), refined.fun
+    return float(grid[start]), losses[start]
 
 
 def search_temperature_and_prior(
@@ -135,53 +133,38 @@ def search_temperature_and_prior(
 ) -> tuple[float, float]:
     """Return factor t and scalar prior precision, chosen together.
 
-    A coarse grid brackets the minimum, a simplex refines it. Along settings with the
-    same mean variance the loss is often flat to the border of the range: of those that
-    are as good up to `VALLEY`, t nearest to 1 is taken.
+    For each temperature of a grid the best prior is looked for, and between the best
+    of them the best temperature. Along settings with the same mean variance the loss is
+    often flat to the border of the range: of those that are as good up to `VALLEY`, t
+    nearest to 1 is taken.
     """
     rotated, validator = validator.rotated(posterior)
-
-    def candidate(log_t: float, log_prior: float) -> SubspacePosterior:
-        prior = torch.full_like(posterior.prior, 10**log_prior)
-        return rotated.with_(factor=posterior.factor / 10**log_t, prior=prior)
-
-    def loss(point: np.ndarray) -> float:
-        return validator(candidate(*point))
-
     times = _log_temperatures(n_data, 13)
     priors = np.linspace(*log_prior_range, 13)
-    points = [np.array([t, p]) for t in times for p in priors]
-    start = lowest(points, [loss(point) for point in points])
-    # A first simplex of half a grid step, towards the middle of the range.
-    bounds = np.array([[times[0], times[-1]], log_prior_range])
-    steps = np.array([times[1] - times[0], priors[1] - priors[0]]) / 2
-    steps *= np.where(start > bounds.mean(1), -1, 1)
-    refined = minimize(
-        loss,
-        start,
-        method="Nelder-Mead",
-        bounds=bounds,
-        options={
-            "initial_simplex": start + np.vstack([np.zeros(2), np.diag(steps)]),
-            "xatol": 1e-2,
-            "fatol": 1e-6,
-        },
-    )
-    enough = refined.fun + VALLEY * abs(refined.fun)
-    log_t, log_prior = refined.x
-    variance, others = validator.mean_variance(candidate(log_t, log_prior)), []
-    # tδ fixes how the variance is distributed; it is inverse to δ then.
-    for product in np.linspace(bounds[:, 0].sum(), bounds[:, 1].sum(), 25):
-        unit = validator.mean_variance(candidate(product, 0.0))
-        other = math.log10(unit / variance)
-        others.append(np.array([product - other, other]))
-    for point in sorted(others, key=lambda point: abs(point[0])):
-        if abs(point[0]) >= abs(log_t):
-            break
-        within = ((bounds[:, 0] <= point) & (point <= bounds[:, 1])).all()
-        if within and loss(point) <= enough:
-            log_t, log_prior = point
-            break
+    known: dict[float, tuple[float, float]] = {}
+
+    def best_prior(log_t: float) -> tuple[float, float]:
+        """Return log δ and its loss."""
+
+        def loss(log_prior: float) -> float:
+            prior = torch.full_like(posterior.prior, 10**log_prior)
+            factor = posterior.factor / 10**log_t
+            return validator(rotated.with_(factor=factor, prior=prior))
+
+        losses = [loss(log_prior) for log_prior in priors]
+        if not np.isfinite(losses).any():
+            return priors[0], math.inf
+        return _refined(loss, priors, losses)
+
+    def profile(log_t: float) -> float:
+        known[log_t] = best_prior(log_t)
+        return known[log_t][1]
+
+    _refined(profile, times, [profile(log_t) for log_t in times])
+    least = min(loss for _, loss in known.values())
+    enough = least + VALLEY * abs(least)
+    log_t = min((t for t in known if known[t][1] <= enough), key=abs)
+    log_prior, _ = known[log_t]
     _warn_at_border("temperature", log_t, (times[0], times[-1]))
     _warn_at_border("prior precision", log_prior, log_prior_range)
     return float(10**log_t), float(10**log_prior)
