@@ -15,7 +15,7 @@ from laplace_ella.derivatives.modes import Modes
 from laplace_ella.errors import NotFittedError, NumericalWarning, warn_caller
 from laplace_ella.fitting.checkpoint import posterior_from_state, state_of_posterior
 from laplace_ella.fitting.distributed import Processes, joined, processes_of
-from laplace_ella.posterior.observation import Link, ObservationModel
+from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.settings import EllaSettings
 from laplace_ella.support.checks import positive_int
 from laplace_ella.support.identity import digest
@@ -33,46 +33,12 @@ __all__ = ["EllaBase"]
 LARGEST_ERROR = 0.01
 
 
-class OfFit:
-    """An attribute of Laplace's interface that the fit determines.
-
-    Before a fit it has the value that laplace-torch's constructor gave it.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, la: Any, owner: type | None = None) -> Any:
-        if la is None:
-            return self
-        fit = la.fitted
-        if fit is None:
-            if self.name not in la.__dict__:
-                raise AttributeError(self.name)
-            return la.__dict__[self.name]
-        if self.name == "loss":
-            return fit.sums.loss.to(fit.mean.dtype)
-        return getattr(fit.sums if self.name == "n_data" else fit, self.name)
-
-    def __set__(self, la: Any, value: Any) -> None:
-        if la.fitted is not None:
-            raise AttributeError(
-                f"{self.name} is what the fit found and cannot be set. Use fit(), "
-                "fit_basis(), fit_features(), truncate() or load_state_dict()."
-            )
-        la.__dict__[self.name] = value
-
-
 class EllaBase(EllaSettings):
-    """A Laplace posterior on a subspace of the weights: the fit that it has, densities
-    and state. What a fit found (`H`, `loss`, `mean`, ...) is read from it.
-    """
+    """A Laplace posterior on a subspace of the weights: its fit, densities and state.
 
-    H: Any = OfFit()
-    loss: Any = OfFit()
-    n_data: Any = OfFit()
-    n_outputs: Any = OfFit()
-    mean: Any = OfFit()
+    `fitted` is everything that was found; `H`, `loss`, `n_data`, `n_outputs` and `mean`
+    repeat what laplace-torch's methods read of it.
+    """
 
     @property
     def _observation(self) -> ObservationModel:
@@ -84,13 +50,6 @@ class EllaBase(EllaSettings):
             self._softmax_temperature,
             self._top_outputs,
         )
-
-    def _check_link(self, link_approx: Link) -> None:
-        """Refuse a link that is not for the predictions of this posterior."""
-        n_channels = None
-        if self.fitted is not None:
-            n_channels = self._layout.of(self.fitted.output_shape).n_channels
-        self._observation.check_link(link_approx, n_channels)
 
     # Several processes, and the user's state
 
@@ -121,8 +80,10 @@ class EllaBase(EllaSettings):
         own = {k: digest(t) for k, t in tensors.items() if torch.is_tensor(t)}
         found = processes.meet("weights", own)
         for rank, other in enumerate(found):
-            differ = [name for name in found[0] if other.get(name) != found[0][name]]
-            if differ or len(other) != len(found[0]):
+            differ = [
+                k for k in {**found[0], **other} if other.get(k) != found[0].get(k)
+            ]
+            if differ:
                 raise ValueError(
                     f"The model of rank {rank} is not that of rank 0: {differ[:3]} "
                     "differ. Load the same weights in all processes. After training "
@@ -150,6 +111,9 @@ class EllaBase(EllaSettings):
         """Become the posterior of a fit: the only place where one is assigned."""
         self._posterior_scale = None
         self.fitted = fit
+        self.H, self.n_data = fit.H, fit.sums.n_data
+        self.loss = fit.sums.loss.to(fit.mean.dtype)
+        self.n_outputs, self.mean = fit.n_outputs, fit.mean
 
     def _checked_fit(self) -> Fit:
         if self.fitted is None:
@@ -199,40 +163,40 @@ class EllaBase(EllaSettings):
     @property
     def posterior(self) -> SubspacePosterior:
         """The current posterior; kept until a hyperparameter changes."""
-        posterior = self._posterior_scale
-        if posterior is None:
+        if self._posterior_scale is None:
             fit = self._checked_fit()
-            posterior = self._posterior_of(fit)
-            posterior = posterior.with_(
-                H=posterior.H.detach(),
-                factor=posterior.factor.detach(),
-                prior=posterior.prior.detach(),
-            )
+            with torch.no_grad():
+                posterior = self._posterior_of(fit, self._prior_precision.detach())
             self._posterior_scale = posterior
-            _warn_about_rounding(fit, posterior)
-        return posterior
+            if fit.spans_all and fit.sums.n_data and posterior.needs_residual:
+                _warn_about_rounding(fit, posterior)
+        return self._posterior_scale
 
-    def _posterior_of(self, fit: Fit) -> SubspacePosterior:
-        """Return a posterior with the graph of the current hyperparameters."""
-        return fit.posterior(
-            self._observation,
-            self._prior_precision,
-            self._complement_for(fit),
-            self._evidence,
-        )
+    def _posterior_of(
+        self, fit: Fit, prior: torch.Tensor | None = None
+    ) -> SubspacePosterior:
+        """Return a posterior with the graph of the current hyperparameters, or with
+        another prior precision and the complement that it has then."""
+        prior = self._prior_precision if prior is None else prior
+        complement = fit.complement_for(self._complement, prior)
+        return fit.posterior(self._observation, prior, complement, self._evidence)
 
     def _posterior_with(self, prior: torch.Tensor) -> SubspacePosterior:
-        """Return the posterior under another prior precision, with the complement that
-        it has then."""
-        complement = self._complement_for(self._checked_fit(), prior)
-        return self.posterior.with_(prior=prior, complement=complement)
+        """Return the current posterior with another prior precision."""
+        with torch.no_grad():
+            return self._posterior_of(self._checked_fit(), prior)
 
     # Densities
 
     @property
+    def _differentiable(self) -> SubspacePosterior:
+        """The current posterior with the graph of prior precision and noise."""
+        return self._posterior_of(self._checked_fit())
+
+    @property
     def posterior_precision(self) -> torch.Tensor:
         """Precision of z = Vᵀ(θ − θ̂), `(K, K)`, float64."""
-        return self._posterior_of(self._checked_fit()).precision
+        return self._differentiable.precision
 
     @property
     def posterior_scale(self) -> torch.Tensor:
@@ -254,20 +218,19 @@ class EllaBase(EllaSettings):
     @property
     def log_det_prior_precision(self) -> torch.Tensor:
         """log det VᵀDV; log det D where the complement is kept."""
-        posterior = self._posterior_of(self._checked_fit())
-        return posterior.log_det_prior.to(self._dtype)
+        return self._differentiable.log_det_prior.to(self._dtype)
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
         """log det of the posterior precision, over the directions that the evidence
         is of."""
-        posterior = self._posterior_of(self._checked_fit())
+        posterior = self._differentiable
         return (posterior.log_det_prior + posterior.log_det_ratio).to(self._dtype)
 
     @property
     def log_det_ratio(self) -> torch.Tensor:
         """log det of the posterior precision less that of the prior precision."""
-        return self._posterior_of(self._checked_fit()).log_det_ratio.to(self._dtype)
+        return self._differentiable.log_det_ratio.to(self._dtype)
 
     @property
     def scatter(self) -> torch.Tensor:
@@ -280,8 +243,8 @@ class EllaBase(EllaSettings):
 
         With the complement dropped only the part of Δ within the subspace counts.
         """
-        posterior = self._posterior_of(self._checked_fit())
-        return posterior.square_norm(value - self.mean).to(self._dtype)
+        offset = value - self._checked_fit().mean
+        return self._differentiable.square_norm(offset).to(self._dtype)
 
     def log_prob(self, value: torch.Tensor, normalized: bool = True) -> torch.Tensor:
         """Return the log density at `value`: of z = Vᵀ(value − θ̂), or of all weights
@@ -306,12 +269,6 @@ class EllaBase(EllaSettings):
         return super().log_marginal_likelihood(prior_precision, sigma_noise)
 
     # Random numbers
-
-    def _own_stream(self) -> torch.Generator | None:
-        """Return the generator of samples without one: it goes on from call to call."""
-        if self._stream is None:
-            self._stream = self._fresh_generator()
-        return self._stream
 
     def _fresh_generator(self) -> torch.Generator | None:
         """Return a generator on the model's device, made from `seed`."""
@@ -383,8 +340,6 @@ class EllaBase(EllaSettings):
 
 def _warn_about_rounding(fit: Fit, posterior: SubspacePosterior) -> None:
     """Warn where an exact posterior lost more than a hundredth to rounding."""
-    if not (fit.spans_all and fit.sums.n_data and posterior.needs_residual):
-        return
     error = fit.variance_error(posterior)
     if error > LARGEST_ERROR:
         precision = str(fit.dtype).removeprefix("torch.")

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from laplace_ella.ella import ELLALaplace
 from laplace_ella.errors import InsufficientMemoryError
-from laplace_ella.fitting.data import loader_batches
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.posterior import SubspacePosterior
+from laplace_ella.predictions import inputs_of
 
 
 @dataclass(frozen=True)
@@ -90,30 +90,28 @@ class Diagnostics:
     why_not_exact: str = ""
 
     def __str__(self) -> str:
-        freedom = f"{self.effective_dof:.2f}"
+        exact, freedom = self.exact, f"{self.effective_dof:.2f}"
         if self.dof_outside is not None:
             freedom += (
                 f" in the basis, {self.dof_outside:.2f} outside; "
                 f"{self.evidence_estimated:.0%} of the evidence's log det estimated"
             )
+        first, last = float(self.eigenvalues[0]), float(self.eigenvalues[-1])
+        share = float(self.explained[-1])
         rows = {
-            "spectrum": f"λ₁ {self.eigenvalues[0]:.3g} … "
-            f"λ_K {self.eigenvalues[-1]:.3g}, "
-            f"{self.explained[-1]:.1%} of the sampled trace",
+            "spectrum": f"λ₁ {first:.3g} … λ_K {last:.3g}, {share:.1%} of the sampled "
+            "trace",
             "effective parameters": freedom,
         }
-        if self.exact is None:
+        if exact is None:
             rows["exact posterior"] = self.why_not_exact
         else:
-            exact = self.exact
-            rows |= {
-                "of the exact posterior": f"{exact.effective_dof:.2f}, "
-                f"rank {exact.rank}",
-                "ε_Nyström": f"{exact.nystrom_error:.4g}",
-                "share of the trace missed": f"{exact.energy_missed:.4g}",
-                "ε_ELLA": f"{float(exact.errors.mean()):.4g}",
-                "variance / exact variance": f"{exact.variance_ratio:.4g}",
-            }
+            found = f"{exact.effective_dof:.2f}, rank {exact.rank}"
+            rows["of the exact posterior"] = found
+            rows["ε_Nyström"] = f"{exact.nystrom_error:.4g}"
+            rows["share of the trace missed"] = f"{exact.energy_missed:.4g}"
+            rows["ε_ELLA"] = f"{float(exact.errors.mean()):.4g}"
+            rows["variance / exact variance"] = f"{exact.variance_ratio:.4g}"
         lines = [
             f"ELLA diagnostics: N={self.n_data}, C={self.n_outputs}, "
             f"P={self.n_params}, M={self.n_samples}, K={self.rank}"
@@ -167,22 +165,11 @@ def diagnose(
         exact = _compare(la, train_loader, val_loader or train_loader, progress_bar)
     except InsufficientMemoryError as error:
         why = f"not affordable. {error}"
+    sizes = la.n_data, la.n_outputs, la.n_params, basis.n_samples, la.rank
+    spectrum = basis.eigenvalues, basis.explained
     with torch.no_grad():
-        outside, estimated = _outside(posterior)
-        return Diagnostics(
-            n_data=la.n_data,
-            n_outputs=la.n_outputs,
-            n_params=la.n_params,
-            n_samples=basis.n_samples,
-            rank=la.rank,
-            eigenvalues=basis.eigenvalues,
-            explained=basis.explained,
-            effective_dof=_effective_dof(posterior),
-            dof_outside=outside,
-            evidence_estimated=estimated,
-            exact=exact,
-            why_not_exact=why,
-        )
+        freedom = _effective_dof(posterior), *_outside(posterior)
+    return Diagnostics(*sizes, *spectrum, *freedom, exact, why)
 
 
 def _effective_dof(posterior: SubspacePosterior) -> float:
@@ -221,28 +208,19 @@ def _compare(
     root = all_rows.eigenvalues.clamp_min(0).sqrt()
     within = (root.unsqueeze(-1) * R) @ (root.unsqueeze(-1) * R).T
     missed = torch.diag(root.square()) - within
-    found = [_covariances(each, loader) for each in (la, exact)]
-    ours, theirs = found
+    covariances = []  # of the outputs at every position, (n, C, C)
+    for posterior in (la, exact):
+        batches = inputs_of(loader, la.dict_key_y)
+        parts = [posterior.predictive_moments(x)[1].detach() for x in batches]
+        covariances.append(torch.cat([c.flatten(0, -3) for c in parts]).double())
+    ours, theirs = covariances
     errors = torch.linalg.matrix_norm(ours - theirs, 2)
-    ratio = (
-        ours.diagonal(dim1=1, dim2=2).mean() / theirs.diagonal(dim1=1, dim2=2).mean()
-    )
+    totals = [c.diagonal(dim1=1, dim2=2).sum() for c in covariances]
     return ExactComparison(
         rank=exact.rank,
         effective_dof=_effective_dof(exact.posterior),
         nystrom_error=float(torch.linalg.matrix_norm(missed, 2) / root[0].square()),
         energy_missed=max(float(missed.trace() / root.square().sum()), 0.0),
         errors=errors / torch.linalg.matrix_norm(theirs, 2),
-        variance_ratio=float(ratio),
+        variance_ratio=float(totals[0] / totals[1]),
     )
-
-
-def _covariances(la: ELLALaplace, loader: Any) -> torch.Tensor:
-    """Return the covariances of the outputs at every position, `(B, C, C)` float64."""
-    parts = []
-    with la._predicting() as predictor:
-        device = predictor.linearizer.device
-        for x, _ in loader_batches(loader, device, la.dict_key_y):
-            for values, _ in predictor.function_values(x):
-                parts.append(values.covariance().detach().double())
-    return torch.cat(parts)

@@ -24,19 +24,7 @@ __all__ = [
 
 
 class NotFittedError(AttributeError, RuntimeError):
-    """A posterior was asked for before `fit()` or `load_state_dict()`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> import laplace_ella
-    >>> la = laplace_ella.ELLALaplace(torch.nn.Linear(2, 3), "classification")
-    >>> try:
-    ...     la(torch.randn(4, 2))
-    ... except laplace_ella.errors.NotFittedError as error:
-    ...     print(error)
-    This ELLALaplace is not fitted: call fit(train_loader) or load_state_dict() first.
-    """
+    """A posterior was asked for before `fit()` or `load_state_dict()`."""
 
 
 class UnsupportedLayerError(RuntimeError):
@@ -44,52 +32,40 @@ class UnsupportedLayerError(RuntimeError):
 
 
 class NotDifferentiableError(RuntimeError):
-    """No way to differentiate the model works; the message has what each one said.
+    """The model cannot be differentiated; the message lists what each way raised.
 
     Parameters
     ----------
     failures : mapping of str to Exception
-        what each way raised, by its name
-
-    Examples
-    --------
-    >>> from laplace_ella.errors import NotDifferentiableError
-    >>> error = NotDifferentiableError(
-    ...     {"forward": NotImplementedError("no forward AD for this operator")}
-    ... )
-    >>> error.said
-    'forward: NotImplementedError: no forward AD for this operator'
+        what each way of differentiating raised, by its name
     """
 
     def __init__(self, failures: Mapping[str, Exception]) -> None:
         self.failures = dict(failures)
         super().__init__(
-            f"The model could not be differentiated. {self.said}. Options: another "
+            f"The model could not be differentiated. {self.reasons}. Options: another "
             "feature_mode (forward, reverse, double_vjp) or row_mode (vmap, loop), "
             "freezing the layers with the unsupported operator "
             "(requires_grad_(False)), or subset_of_weights='last_layer'."
         )
 
     @property
-    def said(self) -> str:
+    def reasons(self) -> str:
         """Return the first line of every failure."""
-        return "; ".join(
-            f"{name}: {_first_line(error)}" for name, error in self.failures.items()
-        )
+        reasons = []
+        for name, error in self.failures.items():
+            nested = isinstance(error, NotDifferentiableError)
+            line = next(iter(str(error).strip().splitlines()), "")
+            line = error.reasons if nested else f"{type(error).__name__}: {line}"
+            reasons.append(f"{name}: {line}")
+        return "; ".join(reasons)
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Exception]]]:
         return type(self), (self.failures,)
 
 
-def _first_line(error: Exception) -> str:
-    if isinstance(error, NotDifferentiableError):
-        return error.said
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
 class InsufficientMemoryError(MemoryError):
-    """The work cannot fit; the message says what is needed, there, and changeable."""
+    """A computation does not fit; the message has what it needs and what there is."""
 
 
 class OtherProcessError(RuntimeError):
@@ -113,7 +89,7 @@ class LinkWarning(UserWarning):
 
 
 class NumericalWarning(UserWarning):
-    """A matrix was regularised, or variances have lost digits; has the amount."""
+    """A matrix was regularised, or variances lost digits; with the amount."""
 
 
 class SoftmaxWarning(UserWarning):

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "plot_boxes",
     "plot_cost_quality",
     "plot_coverage",
     "plot_differences",
@@ -30,7 +30,6 @@ __all__ = [
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p")
-HATCHES = ("", "//", "..", "\\\\", "xx", "--", "oo")
 GREY = "0.45"
 
 #: Labels of axes that show a column of a report.
@@ -83,8 +82,8 @@ def _labelled(ax: Axes, x: str, y: str, legend: bool = True, **kwargs: Any) -> A
     return ax
 
 
-def _numbers(values: Numbers) -> torch.Tensor:
-    return torch.as_tensor(values).detach().double().cpu().flatten()
+def _numbers(values: Numbers) -> np.ndarray:
+    return torch.as_tensor(values).detach().double().cpu().flatten().numpy()
 
 
 def _curves(curves: Any, name: str, link: str | None = None) -> dict[str, dict]:
@@ -123,20 +122,16 @@ def plot_regression(
     """
     ax = _axes(ax)
     x, mean, std = _numbers(x), _numbers(mean), _numbers(std)
-    for i, width in enumerate(sorted(widths, reverse=True)):
-        band = (mean - width * std).numpy(), (mean + width * std).numpy()
-        look: Look = {
-            "alpha": min(0.2 + 0.15 * i, 0.6),
-            "linewidth": 0,
-        }  # inner ones darker
-        label = f"± {width:g} std"
-        ax.fill_between(x.numpy(), *band, color=COLOURS[0], label=label, **look)
-    ax.plot(x.numpy(), mean.numpy(), color=COLOURS[0], linewidth=1.6, label="mean")
+    for i, width in enumerate(sorted(widths, reverse=True)):  # inner ones darker
+        look: Look = {"alpha": min(0.2 + 0.15 * i, 0.6), "linewidth": 0}
+        band = mean - width * std, mean + width * std
+        ax.fill_between(x, *band, color=COLOURS[0], label=f"± {width:g} std", **look)
+    ax.plot(x, mean, color=COLOURS[0], linewidth=1.6, label="mean")
     if truth is not None:
         dashed: Look = {"color": "black", "linestyle": (0, (4, 2)), "linewidth": 1.0}
-        ax.plot(x.numpy(), _numbers(truth).numpy(), label="truth", **dashed)
+        ax.plot(x, _numbers(truth), label="truth", **dashed)
     if train is not None:
-        points = (_numbers(values).numpy() for values in train)
+        points = (_numbers(values) for values in train)
         look: Look = {"linestyle": "none", "marker": "o", "markersize": 4}
         edge: Look = {"markeredgecolor": "white", "markeredgewidth": 0.6}
         ax.plot(*points, color=COLOURS[1], label="training data", **look, **edge)
@@ -260,51 +255,6 @@ def plot_differences(
     return _labelled(ax, f"{xlabel} − best", "", legend=False)
 
 
-def plot_boxes(
-    values: Mapping[str, Mapping[Any, Sequence[float]]],
-    ax: Axes | None = None,
-    *,
-    ylabel: str = "NLL",
-    xlabel: str = "skew intensity",
-) -> Axes:
-    """Draw boxes of a metric by level and method (Deng et al. 2022, Fig. 3).
-
-    `values` maps methods to levels to values, one per type of corruption.
-
-    >>> ax = plot_boxes({"network": {1: [0.3, 0.4], 5: [0.9, 1.2]}})
-    >>> print(*(label.get_text() for label in ax.get_xticklabels()))
-    1 5
-    """
-    ax = _axes(ax)
-    levels = list(dict.fromkeys(level for v in values.values() for level in v))
-    width, handles = 0.8 / max(1, len(values)), []
-    for i, (method, by_level) in enumerate(values.items()):
-        offset = (i - (len(values) - 1) / 2) * width
-        drawn = ax.boxplot(
-            [
-                _numbers(by_level[level]).numpy()
-                for level in levels
-                if level in by_level
-            ],
-            positions=[j + offset for j, k in enumerate(levels) if k in by_level],
-            widths=0.85 * width,
-            patch_artist=True,
-            medianprops={"color": "black"},
-            flierprops={"markersize": 3},
-            manage_ticks=False,
-        )
-        look: Look = {
-            "facecolor": COLOURS[i % 7],
-            "hatch": HATCHES[i % 7],
-            "alpha": 0.75,
-        }
-        for box in drawn["boxes"]:
-            box.set(label=method, **look)
-        handles += drawn["boxes"][:1]
-    ax.set_xticks(range(len(levels)), [str(level) for level in levels])
-    return _labelled(ax, xlabel, ylabel, handles=handles)
-
-
 def plot_cost_quality(
     report: Any,
     ax: Axes | None = None,
@@ -327,13 +277,9 @@ def plot_cost_quality(
     """
     ax = _axes(ax)
     rows = list(report.rows() if hasattr(report, "rows") else report)
-    shown = [
-        row
-        for row in rows
-        if cost in row.mean
-        and quality in row.mean
-        and (link is None or row.link in ("", link))
-    ]
+    shown = [row for row in rows if {cost, quality} <= row.mean.keys()]
+    if link is not None:
+        shown = [row for row in shown if row.link in ("", link)]
     if not shown:
         columns = dict.fromkeys(column for row in rows for column in row.mean)
         raise ValueError(
@@ -344,13 +290,10 @@ def plot_cost_quality(
     costs = [max(row.mean[cost], 1e-3) for row in shown]
     for i, (row, x) in enumerate(zip(shown, costs, strict=True)):
         label = row.label if link or not row.link else f"{row.label} ({row.link})"
-        look: Look = {key: line_style(i)[key] for key in ("color", "marker")}
-        error: Look = {
-            "yerr": row.error.get(quality),
-            "markersize": 7,
-            "linestyle": "none",
-        }
-        ax.errorbar(x, row.mean[quality], label=label, **look, **error)
+        look = line_style(i) | {"markersize": 7, "linestyle": "none"}
+        del look["markevery"]
+        error = row.error.get(quality)
+        ax.errorbar(x, row.mean[quality], yerr=error, label=label, **look)
     ax.set_xscale("log")
     # Seconds as one says them, 0.1 rather than a power of ten.
     ax.xaxis.set_major_formatter("{x:g}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import fields
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from laplace_ella.errors import LinkWarning, warn_caller
 from laplace_ella.fitting.data import check_loader, loader_batches
 from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.posterior.predictive import Predictor, class_dim
-from laplace_ella.support.batches import OutputLayout, split_batch, to_device
+from laplace_ella.support.batches import OutputLayout, split_batch
 from laplace_ella.support.checks import check_generator, member, positive_int
 from laplace_ella.support.preserve import (
     full_precision,
@@ -40,6 +39,28 @@ __all__ = ["PredictingLaplace"]
 Inputs = torch.Tensor | MutableMapping[str, Any]
 
 
+def inputs_of(
+    loader: Any, dict_key_y: str, description: str = "", progress_bar: bool = False
+) -> Iterator[Any]:
+    """Yield the inputs of a loader's batches, whether these have targets or not."""
+    if isinstance(loader, (torch.Tensor, Mapping)):
+        loader = [loader]
+    elif not isinstance(loader, Iterable):
+        raise TypeError(
+            "Expected a DataLoader, an iterable of batches or a tensor, got "
+            f"{type(loader).__name__}."
+        )
+    batches = seeded_iteration(loader)
+    if progress_bar:
+        batches = tqdm(batches, description, length_hint(loader) or None)
+    for batch in batches:
+        if isinstance(batch, (torch.Tensor, Mapping)):
+            yield batch
+        else:
+            alone = isinstance(batch, (tuple, list)) and len(batch) == 1
+            yield batch[0] if alone else split_batch(batch, dict_key_y)[0]
+
+
 class PredictingLaplace(EllaBase):
     """A fitted posterior that is asked about new inputs."""
 
@@ -58,29 +79,42 @@ class PredictingLaplace(EllaBase):
                 create_graph,
             )
 
-    def _generator(self, generator: torch.Generator | None) -> torch.Generator | None:
-        """Return the user's generator, checked, or a fresh one made from `seed`."""
-        if generator is None:
-            return self._fresh_generator()
+    def _generator(
+        self, generator: torch.Generator | None, goes_on: bool = False
+    ) -> torch.Generator | None:
+        """Return the user's generator, checked; else a fresh one made from `seed`, or
+        one that goes on from call to call."""
         check_generator(generator, self._device)
-        return generator
+        if generator is not None or not goes_on:
+            return generator or self._fresh_generator()
+        self._stream = self._stream or self._fresh_generator()
+        return self._stream
 
     def _link(
-        self, link_approx: Link | str | None, pred_type: PredType = PredType.GLM
+        self,
+        link_approx: Link | str | None,
+        pred_type: PredType = PredType.GLM,
+        tuning: bool = False,
     ) -> Link:
         """Return the link of a prediction; warn if another one was tuned for."""
         if link_approx is None:
-            return Link.MC if pred_type == PredType.NN else self.link_approx
-        link = member(Link, "link_approx", link_approx)
-        if pred_type == PredType.NN:
-            if link is not Link.MC:
-                raise ValueError(
-                    "pred_type='nn' samples weights, so it needs link_approx='mc', got "
-                    f"link_approx={link.value!r}."
-                )
-        elif self._tuned_link not in (None, link) and not self._family.is_regression:
+            link = Link.MC if pred_type == PredType.NN else self.link_approx
+        else:
+            link = member(Link, "link_approx", link_approx)
+        if pred_type == PredType.NN and link is not Link.MC:
+            raise ValueError(
+                "pred_type='nn' samples weights, so it needs link_approx='mc', got "
+                f"link_approx={link.value!r}."
+            )
+        n_channels, same = None, self._tuned_link in (None, link)
+        if self._top_outputs is not None and self.fitted is not None:
+            n_channels = self._layout.of(self.fitted.output_shape).n_channels
+        self._observation.check_link(link, n_channels)
+        if not (
+            same or tuning or pred_type == PredType.NN or self._family.is_regression
+        ):
             warn_caller(
-                f"The settings of this posterior were chosen for link_approx="
+                "The settings of this posterior were chosen for link_approx="
                 f"{self.link_approx.value!r}, and this prediction uses {link.value!r}. "
                 "Leave link_approx out, tune with the link that you predict with, or "
                 f"set la.link_approx = {link.value!r}.",
@@ -134,28 +168,43 @@ class PredictingLaplace(EllaBase):
         """
         pred_type = member(PredType, "pred_type", pred_type)
         link = self._link(link_approx, pred_type)
+        positive_int("n_samples", n_samples)
         regression = self.likelihood == Likelihood.REGRESSION or (
             self.likelihood == Likelihood.REWARD_MODELING and not fitting
         )
-        positive_int("n_samples", n_samples)
-        self._check_link(link)
-        generator = self._generator(generator)
         if pred_type == PredType.NN:
             samples = self._nn_functional_samples(
-                x, n_samples, generator, **model_kwargs
+                x, n_samples, self._generator(generator), **model_kwargs
             )
             if regression:
                 return samples.mean(0), samples.var(0)
             return self._probabilities(samples).mean(0)
+        if regression:
+            return self.predictive_moments(x, joint, diagonal_output)
+        drawn = self._generator(generator) if link is Link.MC else None
         with self._predicting() as predictor:
-            x = to_device(x, self._device)
-            if not regression:
-                return predictor.probabilities(
-                    x, link, n_samples, diagonal_output, generator
-                )
-            return (
-                predictor.joint(x) if joint else predictor.marginal(x, diagonal_output)
-            )
+            return predictor.probabilities(x, link, n_samples, diagonal_output, drawn)
+
+    def predictive_moments(
+        self, x: Inputs, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and covariance of the outputs, of the logits for classification.
+
+        `(B, C)` and `(B, C, C)`, without noise; variances `(B, C)` if
+        `diagonal_output`, and `(B·C,)` and `(B·C, B·C)` over all inputs if `joint`.
+        """
+        with self._predicting() as predictor:
+            if joint:
+                return predictor.joint(x)
+            return predictor.marginal(x, diagonal_output)
+
+    def _glm_predictive_distribution(
+        self, X: Inputs, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # what laplace-torch's own methods and other libraries call
+        return self.predictive_moments(X, joint, diagonal_output)
+
+    # Loaders and regression
 
     def predict(
         self,
@@ -173,7 +222,7 @@ class PredictingLaplace(EllaBase):
         loader : torch.utils.data.DataLoader or iterable
             yields batches `(X, y)`, `(X,)`, tensors or mappings; targets play no part.
             A tensor or mapping is one batch
-        device : torch.device or str, optional
+        device : torch.device or str, default="cpu"
             where results are collected, batch by batch; None is the model's
         progress_bar : bool, default=False
         generator : torch.Generator, optional
@@ -190,11 +239,15 @@ class PredictingLaplace(EllaBase):
         >>> import torch
         >>> from torch.utils.data import DataLoader, TensorDataset
         >>> from laplace_ella import ELLALaplace
-        >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
-        >>> la = ELLALaplace(torch.nn.Linear(2, 3), "classification", n_eigenvalues=5)
+        >>> data = TensorDataset(torch.randn(50, 2), torch.randn(50, 1))
+        >>> la = ELLALaplace(torch.nn.Linear(2, 1), "regression", sigma_noise=0.3)
         >>> la.fit(DataLoader(data, batch_size=25))
-        >>> la.predict(DataLoader(data, batch_size=20)).shape
-        torch.Size([50, 3])
+        >>> mean, covariance = la.predict(DataLoader(data, batch_size=20))
+        >>> covariance.shape
+        torch.Size([50, 1, 1])
+        >>> lower, upper = la.interval(torch.zeros(4, 2), level=0.9)
+        >>> bool((upper - lower > 2 * 1.6448 * 0.3).all())
+        True
         """
         if options.get("joint"):
             raise ValueError(
@@ -203,7 +256,7 @@ class PredictingLaplace(EllaBase):
             )
         device = self._device if device is None else device
         generator, parts = self._generator(generator), []
-        for x in self._inputs(loader, progress_bar):
+        for x in inputs_of(loader, self.dict_key_y, "[Predicting]", progress_bar):
             found = self(x, generator=generator, **options)
             found = found if isinstance(found, tuple) else (found,)
             parts.append([part.to(device) for part in found])
@@ -212,53 +265,21 @@ class PredictingLaplace(EllaBase):
         whole = [torch.cat(part) for part in zip(*parts, strict=True)]
         return tuple(whole) if len(whole) > 1 else whole[0]
 
-    def _inputs(self, loader: Any, progress_bar: bool = False) -> Iterator[Any]:
-        """Yield the inputs of a loader's batches, whether these have targets or not."""
-        if isinstance(loader, (torch.Tensor, Mapping)):
-            loader = [loader]
-        elif not isinstance(loader, Iterable):
-            raise TypeError(
-                "Expected a DataLoader, an iterable of batches or a tensor, got "
-                f"{type(loader).__name__}."
-            )
-        batches = seeded_iteration(loader)
-        if progress_bar:
-            batches = tqdm(batches, "[Predicting]", length_hint(loader) or None)
-        for batch in batches:
-            if isinstance(batch, (torch.Tensor, Mapping)):
-                yield batch
-            else:
-                alone = isinstance(batch, (tuple, list)) and len(batch) == 1
-                yield batch[0] if alone else split_batch(batch, self.dict_key_y)[0]
-
     def predictive_std(self, x: Inputs | Iterable[Any], **options: Any) -> torch.Tensor:
         """Return the standard deviation of observations at x, with the noise.
 
         For regression, in the shape of the output; x may be a loader, and options are
-        those of `predict`.
+        those of `predict`, but with device=None as the default.
         """
         return self._observed(x, "predictive_std()", options)[1]
 
     def interval(
         self, x: Inputs | Iterable[Any], level: float = 0.95, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ends of central intervals that observations at x fall into.
+        """Return the lower and upper ends of central intervals of observations at x.
 
-        For regression: each output lies between its two ends with probability `level`
-        under the predictive. Both have the shape of the output; x may be a loader, and
-        options are those of `predict`.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from torch.utils.data import DataLoader, TensorDataset
-        >>> from laplace_ella import ELLALaplace
-        >>> data = TensorDataset(torch.randn(50, 2), torch.randn(50, 1))
-        >>> la = ELLALaplace(torch.nn.Linear(2, 1), "regression", sigma_noise=0.3)
-        >>> la.fit(DataLoader(data, batch_size=25))
-        >>> lower, upper = la.interval(torch.zeros(4, 2), level=0.9)
-        >>> bool((upper - lower > 2 * 1.6448 * 0.3).all())
-        True
+        For regression: under the predictive each output lies between its two ends with
+        probability `level`. The other arguments are those of `predictive_std`.
         """
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, got {level!r}.")
@@ -283,47 +304,15 @@ class PredictingLaplace(EllaBase):
             noise = noise.reshape(-1, *[1] * (mean.ndim - 2))
         return mean, (variance + noise).sqrt()
 
-    def predictive_moments(
-        self, x: Inputs, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and covariance of the outputs, of the logits for classification.
-
-        `(B, C)` and `(B, C, C)`, without noise; variances `(B, C)` if
-        `diagonal_output`, and `(B·C,)` and `(B·C, B·C)` over all inputs if `joint`.
-        """
-        with self._predicting() as predictor:
-            x = to_device(x, self._device)
-            return (
-                predictor.joint(x) if joint else predictor.marginal(x, diagonal_output)
-            )
-
-    def _glm_predictive_distribution(
-        self, X: Inputs, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # what laplace-torch's own methods and other libraries call
-        return self.predictive_moments(X, joint, diagonal_output)
-
     # Features
 
-    def features(
-        self, x: torch.Tensor | MutableMapping[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def features(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs f_mu `(B, C)` and features φ = J(x)V `(B, C, K)`.
 
         Of models with outputs at S positions: `(B·S, C)` and `(B·S, C, K)`.
         """
         with self._predicting() as predictor:
-            linearizer, V = predictor.linearizer, predictor.posterior.basis.directions
-            x = to_device(x, self._device)
-            parts = [
-                linearizer.features(part, V, predictor.create_graph)
-                for part in linearizer.parts(x, 2 * len(V))
-            ]
-            f, phi = zip(*((part.f, part.phi) for part in parts), strict=True)
-            return (
-                torch.cat(f).to(predictor.dtype),
-                torch.cat(phi).to(predictor.dtype),
-            )
+            return predictor.features(x)
 
     def cache_features(
         self, loader: DataLoader, progress_bar: bool = False
@@ -351,20 +340,7 @@ class PredictingLaplace(EllaBase):
             loader, self._device, self.dict_key_y, "[Features]", progress_bar
         )
         cache = cache_batches(posterior, linearizer, self._observation, batches)
-        if processes is None:
-            return cache
-        shared: dict[str, Any] = {"spectrum": cache.spectrum, "prior": cache.prior}
-        rows: dict[str, Any] = {
-            field.name: getattr(cache, field.name)
-            for field in fields(cache)
-            if field.name not in shared
-        }
-        everyones = {
-            name: processes.rows(name, own)
-            for name, own in rows.items()
-            if own is not None
-        }
-        return FeatureCache(**everyones, **shared)
+        return cache if processes is None else cache.gathered(processes)
 
     def _served(
         self, cache: FeatureCache, posterior: SubspacePosterior
@@ -387,17 +363,15 @@ class PredictingLaplace(EllaBase):
         models with outputs at many positions, one row per position.
         """
         link = self._link(link_approx)
-        self._check_link(link)
         positive_int("n_samples", n_samples)
-        posterior, dtype = self.posterior, self.mean.dtype
-        generator = self._generator(generator)
-        parts = []
+        posterior, regression = self.posterior, self._family.is_regression
+        generator, parts = self._generator(generator), []
         with full_precision(self._device):
             for part in self._served(cache, posterior).batches():
                 values = posterior.function_values(
                     part.f_mu, part.phi, part.residual, part.outputs
                 )
-                if self._family.is_regression:
+                if regression:
                     variance = values.variance if diagonal_output else values.covariance
                     parts.append((values.mean, variance()))
                     continue
@@ -405,24 +379,12 @@ class PredictingLaplace(EllaBase):
                     values, link, n_samples, diagonal_output, generator
                 )
                 parts.append((probabilities,))
-        found = tuple(torch.cat(p).to(dtype) for p in zip(*parts, strict=True))
-        return found if self._family.is_regression else found[0]
+        found = [torch.cat(p).to(self.mean.dtype) for p in zip(*parts, strict=True)]
+        return tuple(found) if regression else found[0]
 
     def joint_predictive(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and covariance of groups of inputs, as BoTorch's acquisition
-        functions ask for them.
-
-        Parameters
-        ----------
-        x : torch.Tensor
-            b groups of q inputs, `(b, q, ...)`
-
-        Returns
-        -------
-        tuple of torch.Tensor
-            `(b, q·C)` and `(b, q·C, q·C)`, without observation noise; inputs of
-            different groups are not related to each other
-        """
+        """Return mean `(b, q·C)` and covariance `(b, q·C, q·C)` of b groups of q
+        inputs `(b, q, ...)`, without noise, as BoTorch's acquisition functions ask."""
         if not isinstance(x, torch.Tensor) or x.ndim < 3 or not x.numel():
             got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise ValueError(
@@ -430,14 +392,27 @@ class PredictingLaplace(EllaBase):
                 f"got {got}. For one group use la(x, joint=True)."
             )
         with self._predicting() as predictor:
-            flat = to_device(x, self._device).flatten(0, 1)
-            return predictor.joint_groups(flat, x.shape[1])
+            return predictor.joint_groups(x.flatten(0, 1), x.shape[1])
+
+    def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
+        """Return the output covariance `(B, C, C)` for Jacobians `(B, C, P)`."""
+        with self._predicting() as predictor:
+            self._check_jacobians(Js)
+            return predictor.covariance_of(Js)
+
+    def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
+        """Return the joint covariance `(B·C, B·C)` for Jacobians `(B, C, P)` or
+        `(B·C, P)`."""
+        with self._predicting() as predictor:
+            Js = Js.unsqueeze(0) if Js.ndim == 2 else Js
+            self._check_jacobians(Js)
+            return predictor.covariance_of(Js, joint=True)
 
     # Samples
 
     def functional_samples(
         self,
-        x: torch.Tensor | MutableMapping[str, Any],
+        x: Inputs,
         pred_type: PredType | str = PredType.GLM,
         n_samples: int = N_SAMPLES,
         diagonal_output: bool = False,
@@ -465,19 +440,17 @@ class PredictingLaplace(EllaBase):
         """Return samples of the function, in which the `top` outputs vary, or all."""
         pred_type = member(PredType, "pred_type", pred_type)
         positive_int("n_samples", n_samples)
+        if pred_type == PredType.NN:
+            return self._nn_functional_samples(x, n_samples, generator)
         with self._predicting() as predictor:
-            check_generator(generator, self._device)
-            generator = generator or self._own_stream()
-            x = to_device(x, self._device)
-            if pred_type == PredType.NN:
-                return self._nn_functional_samples(x, n_samples, generator)
+            generator = self._generator(generator, goes_on=True)
             if joint and not diagonal_output:
                 return predictor.joint_samples(x, n_samples, generator)
             return predictor.samples(x, n_samples, generator, diagonal_output, top)
 
     def predictive_samples(
         self,
-        x: torch.Tensor | MutableMapping[str, Any],
+        x: Inputs,
         pred_type: PredType | str = PredType.GLM,
         n_samples: int = N_SAMPLES,
         diagonal_output: bool = False,
@@ -486,13 +459,10 @@ class PredictingLaplace(EllaBase):
     ) -> torch.Tensor:
         """Return `functional_samples` behind the inverse link, `(n_samples, B, C)`.
 
-        Probabilities of inputs that are sampled independently are those of
-        `top_outputs`.
+        Of inputs that are sampled independently, only `top_outputs` vary.
         """
-        top = self.top_outputs
-        samples = self._samples(
-            x, pred_type, n_samples, diagonal_output, generator, joint, top
-        )
+        how = n_samples, diagonal_output, generator, joint, self.top_outputs
+        samples = self._samples(x, pred_type, *how)
         if self.likelihood == Likelihood.CLASSIFICATION:
             return self._probabilities(samples)
         return samples
@@ -502,9 +472,8 @@ class PredictingLaplace(EllaBase):
     ) -> torch.Tensor:
         """Return weights from the posterior, `(n_samples, P)`."""
         posterior, mean = self.posterior, self.mean
-        check_generator(generator, self._device)
-        generator = generator or self._own_stream()
         dtype = torch.promote_types(mean.dtype, posterior.basis.directions.dtype)
+        generator = self._generator(generator, goes_on=True)
         like = {"generator": generator, "dtype": dtype, "device": self._device}
         inside, outside = torch.randn(n_samples, posterior.rank, **like), None
         if posterior.needs_residual:
@@ -519,11 +488,9 @@ class PredictingLaplace(EllaBase):
         **model_kwargs: Any,
     ) -> torch.Tensor:
         """Return outputs `(n_samples, B, ...)` of the network with sampled weights."""
-        generator = generator or self._own_stream()
         with self._predicting() as predictor:
-            x = to_device(X, self._device)
             samples = [
-                predictor.network_samples(x, self.sample(1, generator), **model_kwargs)
+                predictor.network_samples(X, self.sample(1, generator), **model_kwargs)
                 for _ in range(n_samples)  # a sample is as large as the model
             ]
         return torch.cat(samples)
@@ -532,19 +499,3 @@ class PredictingLaplace(EllaBase):
         """Return the inverse link of samples of the outputs, `(n, B, ...)`."""
         dim = class_dim(self._layout)
         return self._observation.sampled_probabilities(samples, dim)
-
-    def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
-        """Return the output covariance `(B, C, C)` for Jacobians `(B, C, P)`."""
-        self._checked_fit()
-        self._check_jacobians(Js)
-        with self._predicting() as predictor:
-            return predictor.covariance_of(Js)
-
-    def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
-        """Return the joint covariance `(B·C, B·C)` for Jacobians `(B, C, P)` or
-        `(B·C, P)`."""
-        self._checked_fit()
-        Js = Js.unsqueeze(0) if Js.ndim == 2 else Js
-        self._check_jacobians(Js)
-        with self._predicting() as predictor:
-            return predictor.covariance_of(Js, joint=True)

@@ -61,9 +61,7 @@ class PriorTuning(PredictingLaplace):
         processes: Processes | None = None,
     ) -> Validator:
         """Return the validation loss over features that are computed now, or were."""
-        link = self.link_approx
-        if link_approx is not None:
-            link = member(Link, "link_approx", link_approx)
+        link = self._link(link_approx, tuning=True)
         positive_int("n_samples", n_samples)
         check_loss(loss)
         if data is None:
@@ -71,7 +69,6 @@ class PriorTuning(PredictingLaplace):
                 "method='gridsearch' compares predictions on validation data: pass "
                 "val_loader=, or use method='marglik'."
             )
-        self._check_link(link)
         if not isinstance(data, FeatureCache):
             linearizer = linearizer or self.linearizer
             data = self._cache(posterior, linearizer, data, progress_bar, processes)
@@ -181,6 +178,8 @@ class PriorTuning(PredictingLaplace):
             with torch.inference_mode(False), torch.no_grad():
                 link_loss = self._link_loss(name, link_approx, n_samples)
                 found = choose_prior(link_loss, method, float(init[0]))
+            if link_approx is not None:
+                tuned_link = link_loss.link
             logger.info("chosen from the training data: %s", found)
             scale = 1.0 if self._prior_precision.numel() == 1 else self.prior_precision
             chosen = found.prior_precision * torch.as_tensor(scale).to(init)
@@ -214,9 +213,7 @@ class PriorTuning(PredictingLaplace):
                 f"init_prior_prec has {len(init)} values, expected 1, "
                 f"{self.n_layers} (layerwise) or {self.n_params} (diagonal)."
             )
-        posterior = fit.posterior(
-            self._observation, init, self._complement_for(fit, init), self._evidence
-        )
+        posterior = self._posterior_of(fit, init)
         mean = torch.as_tensor(self._prior_mean)
         evidence = Evidence.of(fit, self._observation, posterior, mean, many=True)
         return maximize(evidence, init, n_steps, lr, progress_bar=progress_bar)[1]
@@ -265,10 +262,7 @@ class PriorTuning(PredictingLaplace):
     ) -> LinkLoss:
         """Return the linearised model with the training data, and the loss of its
         predictions; of a prior that is not scalar in coordinates in which it is."""
-        link = self.link_approx
-        if link_approx is not None:
-            link = member(Link, "link_approx", link_approx)
-        self._check_link(link)
+        link = self._link(link_approx, tuning=True)
         positive_int("n_samples", n_samples)
         fit = self._checked_fit()
         why, rows = self._no_leave_one_out(fit), fit.training

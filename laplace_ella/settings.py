@@ -347,7 +347,7 @@ class EllaSettings(ParametricLaplace):
         """
         if self.fitted is None:
             return self._complement
-        return self._complement_for(self.fitted)
+        return self.fitted.complement_for(self._complement, self._prior_precision)
 
     @complement.setter
     def complement(self, complement: Complement | str | float | None) -> None:
@@ -357,21 +357,6 @@ class EllaSettings(ParametricLaplace):
                 raise ValueError(UNKNOWN_SPAN)
         self._complement = complement
         self._posterior_scale = None
-
-    def _complement_for(
-        self, fit: Fit, prior: torch.Tensor | None = None
-    ) -> Complement | float:
-        """Return the complement of a fit with the current prior, or another."""
-        n_values = (self._prior_precision if prior is None else prior).numel()
-        complement = self._complement
-        if complement is Complement.MATCHED and fit.spans_all:
-            return Complement.PRIOR  # which is what it comes to
-        if complement is not None:
-            return complement
-        matched = fit.complement is Complement.MATCHED
-        if matched and (n_values > 1 or fit.tail is None):
-            return Complement.PRIOR
-        return fit.complement
 
     @property
     def evidence(self) -> EvidenceScope:

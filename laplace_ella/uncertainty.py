@@ -9,17 +9,16 @@ Index legend: C outputs, B batch, S samples.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from laplace.baselaplace import BaseLaplace, ParametricLaplace
 from laplace.utils.enums import Likelihood
-from torch.utils.data import DataLoader
 
 from laplace_ella import metrics
 from laplace_ella.ella import ELLALaplace
-from laplace_ella.fitting.data import loader_batches
 from laplace_ella.posterior.observation import (
     N_SAMPLES,
     SAMPLE_BUDGET,
@@ -27,8 +26,12 @@ from laplace_ella.posterior.observation import (
     FunctionValues,
     draw,
 )
-from laplace_ella.support.batches import Positions, chunks, to_device
+from laplace_ella.predictions import inputs_of
+from laplace_ella.support.batches import chunks, to_device
 from laplace_ella.support.checks import check_generator, positive_int
+
+#: Mean, total, aleatoric and epistemic uncertainty.
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,7 @@ def decompose(
     la : ELLALaplace, or another member of the Laplace family
         fitted
     x : torch.Tensor, MutableMapping or DataLoader
-        B inputs, or a loader of batches `(inputs, targets)`, whose targets play no
-        part
+        B inputs, or batches of them as for `la.predict`
     n_samples : int, default=100
         S, drawn in chunks of bounded memory
     generator : torch.Generator, optional
@@ -104,38 +106,48 @@ def decompose(
     (torch.Size([4]), 'entropy')
     """
     positive_int("n_samples", n_samples)
-    device = next(la.model.parameters()).device
-    check_generator(generator, device)
-    if isinstance(x, DataLoader):
-        batches = loader_batches(
-            x, device, la.dict_key_y, "[Uncertainty]", progress_bar
+    check_generator(generator, next(la.model.parameters()).device)
+    of_batch = _of_family
+    if isinstance(la, ELLALaplace):
+        of_batch, generator = _of_ella, generator or la._fresh_generator()
+    parts: list[Parts] = []
+    for batch in inputs_of(x, la.dict_key_y, "[Uncertainty]", progress_bar):
+        parts += of_batch(la, batch, n_samples, generator)
+    if not parts:
+        raise ValueError(
+            "The loader yields no batch, so there is nothing to decompose."
         )
-        parts = [decompose(la, b, n_samples, generator) for b, _ in batches]
-        if not parts:
-            raise ValueError("The loader yielded no batch; there is nothing to tell.")
-        return _concatenate(parts)
-    if not isinstance(la, ELLALaplace):
-        return _of_family(la, x, n_samples, generator)
+    measure = "variance"
+    if la.likelihood == Likelihood.CLASSIFICATION:
+        measure = "entropy"
+    whole = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Uncertainty(*whole, measure=measure)
+
+
+def _of_ella(
+    la: Any, x: Any, n_samples: int, generator: torch.Generator | None
+) -> Iterator[Parts]:
+    """Yield the parts of some inputs each, in the shape of the model's output."""
     with la._predicting() as predictor:
-        observation, parts = predictor.observation, []
-        generator = generator or la._fresh_generator()
-        values_of = predictor.function_values(
-            to_device(x, device), observation.top_outputs
-        )
-        for values, positions in values_of:
+        observation = predictor.observation
+        for values, positions in predictor.function_values(x, observation.top_outputs):
             if la.likelihood == Likelihood.CLASSIFICATION:
-                family, logits = observation.family, observation.logits(values)
-                part = _of_classes(logits, n_samples, generator, family)
+                logits = observation.logits(values)
+                parts = _of_logits(logits, n_samples, generator, observation.family)
             else:
-                part = _of_variance(la, values.mean, values.variance())
-            parts.append(_restored(part, positions))
-        return _concatenate(parts)
+                parts = _of_variance(la, values.mean, values.variance())
+            mean, total, aleatoric, epistemic = (
+                positions.restore(t) if t.ndim == 2 else positions.restore_positions(t)
+                for t in parts
+            )
+            yield mean, total, aleatoric, epistemic
 
 
 def _of_family(
-    la: BaseLaplace, x: Any, n_samples: int, generator: torch.Generator | None
-) -> Uncertainty:
-    """Return the same by the interface that all of laplace-torch's classes have."""
+    la: Any, x: Any, n_samples: int, generator: torch.Generator | None
+) -> Iterator[Parts]:
+    """Yield the same by the interface that all of laplace-torch's classes have."""
+    x = to_device(x, next(la.model.parameters()).device)
     # Weight-space members predict by "glm", function-space members by "gp".
     pred_type = "glm" if isinstance(la, ParametricLaplace) else "gp"
     if la.likelihood == Likelihood.CLASSIFICATION:
@@ -144,19 +156,35 @@ def _of_family(
         )
         p = logits.detach().double().softmax(-1)
         conditional = metrics.entropy(p).mean(0)
-        return _of_entropies(p.mean(0), conditional, Family.CATEGORICAL, logits.dtype)
+        yield _of_entropies(p.mean(0), conditional, Family.CATEGORICAL, logits.dtype)
+        return
     mean, covariance = (part.detach() for part in la(x, pred_type=pred_type))
-    return _of_variance(la, mean, covariance.diagonal(dim1=-2, dim2=-1))
+    yield _of_variance(la, mean, covariance.diagonal(dim1=-2, dim2=-1))
 
 
-def _of_variance(
-    la: BaseLaplace, mean: torch.Tensor, variance: torch.Tensor
-) -> Uncertainty:
+def _of_variance(la: Any, mean: torch.Tensor, variance: torch.Tensor) -> Parts:
     noise = torch.zeros_like(mean)
     if la.likelihood == Likelihood.REGRESSION:
         noise = noise + torch.as_tensor(la.sigma_noise).square().to(mean)
     epistemic = variance.clamp_min(0)
-    return Uncertainty(mean, epistemic + noise, noise, epistemic, "variance")
+    return mean, epistemic + noise, noise, epistemic
+
+
+def _of_logits(
+    values: FunctionValues,
+    n_samples: int,
+    generator: torch.Generator | None,
+    family: Family,
+) -> Parts:
+    f = FunctionValues(values.mean, values.root())  # one root for all chunks
+    mean = torch.zeros_like(f.mean, dtype=torch.float64)
+    conditional = torch.zeros_like(_entropies(mean, family))
+    per_sample = max(1, len(mean) * max(f.factor.shape[1:]))
+    for part in chunks(n_samples, max(1, SAMPLE_BUDGET // per_sample)):
+        p = family.probabilities(draw(f, part.stop - part.start, generator)).double()
+        mean = mean + p.sum(0) / n_samples
+        conditional = conditional + _entropies(p, family).sum(0) / n_samples
+    return _of_entropies(mean, conditional, family, f.mean.dtype)
 
 
 def _entropies(p: torch.Tensor, family: Family) -> torch.Tensor:
@@ -164,45 +192,12 @@ def _entropies(p: torch.Tensor, family: Family) -> torch.Tensor:
     return metrics.binary_entropy(p) if labels else metrics.entropy(p)
 
 
-def _of_classes(
-    values: FunctionValues,
-    n_samples: int,
-    generator: torch.Generator | None,
-    family: Family,
-) -> Uncertainty:
-    f = FunctionValues(values.mean, values.root())  # one root for all chunks
-    mean = torch.zeros_like(f.mean, dtype=torch.float64)
-    conditional = torch.zeros_like(_entropies(mean, family))
-    per_sample = max(1, len(mean) * max(f.factor.shape[1:]))
-    for part in chunks(n_samples, max(1, SAMPLE_BUDGET // per_sample)):
-        logits = draw(f, part.stop - part.start, generator)
-        p = family.probabilities(logits).double()
-        mean = mean + p.sum(0) / n_samples
-        conditional = conditional + _entropies(p, family).sum(0) / n_samples
-    return _of_entropies(mean, conditional, family, f.mean.dtype)
-
-
 def _of_entropies(
     mean: torch.Tensor, conditional: torch.Tensor, family: Family, dtype: torch.dtype
-) -> Uncertainty:
+) -> Parts:
     """Return the parts from the mean prediction and the mean entropy of samples."""
     total = _entropies(mean, family)
     # Jensen: the mean entropy is not larger, up to rounding
     aleatoric = torch.minimum(conditional, total)
     mean, total, aleatoric = (part.to(dtype) for part in (mean, total, aleatoric))
-    return Uncertainty(mean, total, aleatoric, total - aleatoric, "entropy")
-
-
-def _restored(part: Uncertainty, positions: Positions) -> Uncertainty:
-    """Return rows in the shape of the model's output, or of its positions."""
-    mean, total, aleatoric, epistemic = (
-        positions.restore(t) if t.ndim == 2 else positions.restore_positions(t)
-        for t in (part.mean, part.total, part.aleatoric, part.epistemic)
-    )
-    return Uncertainty(mean, total, aleatoric, epistemic, part.measure)
-
-
-def _concatenate(parts: list[Uncertainty]) -> Uncertainty:
-    names = ("mean", "total", "aleatoric", "epistemic")
-    tensors = {n: torch.cat([getattr(p, n) for p in parts]) for n in names}
-    return Uncertainty(**tensors, measure=parts[0].measure)
+    return mean, total, aleatoric, total - aleatoric

@@ -125,15 +125,6 @@ def test_coverage_and_differences(ax):
     ]
 
 
-def test_boxes_by_level_and_method(ax):
-    values = {"MAP": {1: [0.1, 0.2], 2: [0.3, 0.4]}, "ELLA": {1: [0.1, 0.1], 2: [0.2]}}
-    plotting.plot_boxes(values, ax)
-    assert labels(ax) == ["MAP", "ELLA"]
-    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "2"]
-    assert len({patch.get_hatch() for patch in ax.patches}) == 2
-    assert len(ax.patches) == 4
-
-
 def test_cost_against_quality(ax):
     plotting.plot_cost_quality(Report(), ax)
     assert labels(ax) == ["map", "ella (mc)", "ella (probit)"]

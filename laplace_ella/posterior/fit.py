@@ -206,6 +206,20 @@ class Fit:
                 f"sigma_noise has {n_noises} values, the model {len(H)} outputs."
             )
 
+    def complement_for(
+        self, asked: Complement | float | None, prior: torch.Tensor
+    ) -> Complement | float:
+        """Return the complement for a prior precision: what was `asked` for, if
+        anything."""
+        if asked is Complement.MATCHED and self.spans_all:
+            return Complement.PRIOR  # which is what it comes to
+        if asked is not None:
+            return asked
+        matched = self.complement is Complement.MATCHED
+        if matched and (prior.numel() > 1 or self.tail is None):
+            return Complement.PRIOR
+        return self.complement
+
     def posterior(
         self,
         observation: ObservationModel,

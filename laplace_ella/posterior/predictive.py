@@ -22,7 +22,7 @@ from laplace_ella.posterior.observation import (
     psd_root,
 )
 from laplace_ella.posterior.posterior import SubspacePosterior
-from laplace_ella.support.batches import OutputLayout, Positions, chunks
+from laplace_ella.support.batches import OutputLayout, Positions, chunks, to_device
 from laplace_ella.support.preserve import full_precision
 
 __all__ = ["FunctionValues", "Predictor", "class_dim", "features_for"]
@@ -57,7 +57,7 @@ def features_for(
 class Predictor:
     """A posterior together with the model whose outputs it is about.
 
-    Inputs are on the model's device; results have the shape of the model's output.
+    Inputs are moved to the model's device; results have the shape of its output.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class Predictor:
         `n_results` numbers per output are computed from it."""
         posterior, linearizer = self.posterior, self.linearizer
         numbers = 2 * posterior.rank + n_results
-        for part in linearizer.parts(x, numbers):
+        for part in linearizer.parts(to_device(x, linearizer.device), numbers):
             features = features_for(posterior, linearizer, part, self.create_graph, top)
             with full_precision(linearizer.device):
                 values = posterior.function_values(
@@ -95,6 +95,14 @@ class Predictor:
                     features.outputs,
                 )
             yield values, features.positions
+
+    def features(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs `(B·S, C)` and features `(B·S, C, K)`."""
+        linearizer, V = self.linearizer, self.posterior.basis.directions
+        parts = linearizer.parts(to_device(x, linearizer.device), 2 * len(V))
+        found = [linearizer.features(part, V, self.create_graph) for part in parts]
+        f, phi = ([getattr(part, name) for part in found] for name in ("f", "phi"))
+        return torch.cat(f).to(self.dtype), torch.cat(phi).to(self.dtype)
 
     def marginal(
         self, x: Any, diagonal_output: bool = False
@@ -167,7 +175,7 @@ class Predictor:
         self, x: torch.Tensor, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `(b, n)` and `(b, n, n)`: the same of b groups of `size` inputs."""
-        at_once = len(x) // size
+        x, at_once = to_device(x, self.linearizer.device), len(x) // size
         if self.posterior.needs_residual:  # Jacobians of some groups at a time
             n_values = self.linearizer.n_values(x[:size])
             at_once = max(1, BUDGET // (n_values * self.linearizer.n_params))
@@ -184,6 +192,7 @@ class Predictor:
         """Return the Gaussian over all n = B·S·C function values, or over those of each
         group; its mean as the model gives it."""
         groups, linearizer = () if n_groups is None else (n_groups,), self.linearizer
+        x = to_device(x, linearizer.device)
         if self.posterior.needs_residual:
             f, J, positions = linearizer.jacobian(x, self.create_graph)
             f = f.unflatten(1, positions.output_shape)
@@ -207,6 +216,7 @@ class Predictor:
     ) -> torch.Tensor:
         """Return samples `(n_samples, B, ...)` of one function each, at all inputs."""
         posterior, linearizer = self.posterior, self.linearizer
+        x = to_device(x, linearizer.device)
         drawn = {"generator": generator, "device": linearizer.device}
         # At the prior, weights have the covariance that function values have, and
         # samples of them are smaller than the gradients of many function values.
@@ -245,8 +255,8 @@ class Predictor:
     ) -> torch.Tensor:
         """Return outputs of the network with each of the weights `(P,)`."""
         fn = self.linearizer.fn
+        x, outputs = to_device(x, self.linearizer.device), []
         dtypes = [p.dtype for p in fn.parameters()]
-        outputs = []
         for theta in weights:  # one by one: a sample is as large as the model
             params = [t.to(d) for t, d in zip(fn.split(theta), dtypes, strict=True)]
             outputs.append(fn(params, x, **model_kwargs).to(self.dtype))

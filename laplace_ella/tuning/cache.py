@@ -106,6 +106,12 @@ class FeatureCache:
         }
         return replace(first, **whole)
 
+    def gathered(self, processes: Any) -> FeatureCache:
+        """Return the features of all processes, in the order of their ranks."""
+        own = {name: getattr(self, name) for name in _ROWS}
+        rows = {k: processes.rows(k, t) for k, t in own.items() if t is not None}
+        return replace(self, **rows)
+
     def __len__(self) -> int:
         return len(self.f_mu)
 
