@@ -1,9 +1,8 @@
 """Paired bootstrap: is a difference between two rows luck of the test examples?
 
-The test examples are drawn again with replacement, the same draws for every row. Each
-row keeps its metrics on these draws; their differences to those of another row are
-paired example by example, so that what is hard for both cancels (Efron and Tibshirani
-1993). Nothing of the size of the data has to be kept.
+The test examples are drawn again with replacement, the same draws for every row, and
+each row keeps its metrics on these draws. Subtracting those of another row pairs the
+two example by example (Efron and Tibshirani 1993).
 
 Index legend: N data, C outputs, R draws.
 """
@@ -18,24 +17,13 @@ import torch
 
 from laplace_ella import metrics
 
-__all__ = [
-    "Difference",
-    "auroc_replicates",
-    "classification_replicates",
-    "difference",
-    "regression_replicates",
-]
-
 #: R. The standard deviation of 200 values is known to 5 %.
 N_DRAWS = 200
-
-#: Half-width of a 95 % interval in standard deviations.
-WIDTH = 1.96
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A row's value of a metric less that of the best row.
+    """A row's value of a metric less that of the best row; positive is worse.
 
     Attributes
     ----------
@@ -47,35 +35,32 @@ class Difference:
     value: float
     half_width: float | None
 
+    @classmethod
+    def of(
+        cls, value: float, replicates: Sequence[float], others: Sequence[float]
+    ) -> Difference:
+        """Return a difference with the interval of paired replicates."""
+        if not replicates or len(replicates) != len(others):
+            return cls(value, 0.0 if value == 0 else None)
+        pairs = torch.tensor(replicates).double() - torch.tensor(others).double()
+        width = 1.96 * float(pairs.std())
+        return cls(value, width if math.isfinite(width) else None)
+
     @property
     def is_clear(self) -> bool:
         """Whether zero is outside the interval; a difference without one is clear."""
         return self.half_width is None or abs(self.value) > self.half_width
 
 
-def difference(
-    value: float,
-    best: float,
-    replicates: Sequence[float] | None,
-    best_replicates: Sequence[float] | None,
-) -> Difference:
-    """Return the difference of two values, with the interval of paired replicates."""
-    if not replicates or not best_replicates or len(replicates) != len(best_replicates):
-        return Difference(value - best, 0.0 if value == best else None)
-    pairs = torch.tensor(replicates).double() - torch.tensor(best_replicates).double()
-    half_width = WIDTH * float(pairs.std())
-    return Difference(value - best, half_width if math.isfinite(half_width) else None)
-
-
 def draws(n: int, seed: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the examples `(N,)` of each draw."""
+    """Yield the examples `(N,)` of each of the R draws."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(N_DRAWS):
         yield torch.randint(n, (n,), generator=generator)
 
 
 def _means(terms: torch.Tensor) -> torch.Tensor:
-    """Return means of terms `(N,)` or `(N, k)` over each draw, `(R,)` or `(R, k)`."""
+    """Return the means of terms `(N,)` or `(N, k)` over every draw."""
     return torch.stack([terms[drawn].mean(0) for drawn in draws(len(terms))])
 
 
@@ -87,16 +72,15 @@ def classification_replicates(
     confidence, predicted = p.max(-1)
     correct = (predicted == targets).double()
     onehot = torch.nn.functional.one_hot(targets, p.shape[-1])
-    terms = {
-        "accuracy": correct,
-        "nll": metrics.nll_per_example(probs, targets),
-        "brier": (p - onehot).square().sum(-1),
-    }
-    index = (confidence * n_bins).long().clamp(0, n_bins - 1)
+    index = (confidence * n_bins).long().clamp(0, n_bins - 1).unsqueeze(-1)
     gap = torch.zeros(len(p), n_bins, dtype=torch.float64)
-    gap.scatter_(1, index.unsqueeze(-1), (correct - confidence).unsqueeze(-1))
-    found = {name: _means(values).tolist() for name, values in terms.items()}
-    return {**found, "ece": _means(gap).abs().sum(-1).tolist()}
+    gap.scatter_(1, index, (correct - confidence).unsqueeze(-1))
+    return {
+        "accuracy": _means(correct).tolist(),
+        "nll": _means(metrics.nll_per_example(probs, targets)).tolist(),
+        "ece": _means(gap).abs().sum(-1).tolist(),
+        "brier": _means((p - onehot).square().sum(-1)).tolist(),
+    }
 
 
 def regression_replicates(

@@ -11,33 +11,25 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
-from laplace_ella.comparison.estimates import measure
+from laplace_ella.comparison.doctor import check_task, measure
+from laplace_ella.comparison.fitted import Task, reproducible
 from laplace_ella.comparison.methods import Method, resolve_methods
-from laplace_ella.comparison.report import (
-    Report,
-    Result,
-    finite,
-    number,
-    replace_file,
-    result_of,
-)
-from laplace_ella.comparison.run import Task, reproducible, results, split
+from laplace_ella.comparison.report import Report, Result, finite, number, write
+from laplace_ella.comparison.run import results, split
 from laplace_ella.posterior.observation import Link
 from laplace_ella.support.batches import (
     OutputLayout,
     batch_size,
     check_outputs,
-    split_batch,
     to_device,
 )
 from laplace_ella.support.checks import check_positive, member, positive_int
@@ -145,103 +137,87 @@ def compare(
     >>> [row.method for row in report.rows()]
     ['map', 'kron']
     """
-    check_network(model)
-    likelihood = check_likelihood(likelihood)
+    likelihood = check_task(model, likelihood)
     chosen = resolve_methods(methods, likelihood, val_loader is not None)
-    links = _distinct("links", [links] if isinstance(links, str) else links)
+    names = [links] if isinstance(links, str) else links
+    links = _distinct("links", [member(Link, "links", link).value for link in names])
     seeds = _distinct("seeds", [seeds] if isinstance(seeds, int) else seeds)
-    options = {"grid_size": grid_size, "n_steps": n_steps, "n_bins": n_bins}
-    options |= {"n_samples": n_samples, "prior_precision": prior_precision}
-    for name, value in options.items():
-        check_positive(name, value)
-        if name != "prior_precision":
-            positive_int(name, value)
+    sizes = {"n_samples": n_samples, "grid_size": grid_size, "n_steps": n_steps}
+    for name, value in {**sizes, "n_bins": n_bins}.items():
+        positive_int(name, value)
+    check_positive("prior_precision", prior_precision)
     check_positive("sigma_noise", sigma_noise)
     wanted = None
     if reference is not None and likelihood == "regression":
-        named = {method.name: method for method in chosen}
-        own = named.get(reference) if isinstance(reference, str) else None
-        wanted = own or resolve_methods([reference], likelihood, True)[0]
+        own = {method.name: method for method in chosen}
+        wanted = own.get(reference) if isinstance(reference, str) else reference
+        wanted = wanted or resolve_methods([reference], likelihood, True)[0]
     folder = None if cache is None else Path(cache)
-    if folder is not None and folder.exists() and not folder.is_dir():
+    if folder is not None and folder.is_file():
         raise ValueError(f"cache must be a folder, {folder} is a file.")
-    if memory_budget is not None:
-        memory_budget = parse_bytes(memory_budget)
-    layout = member(OutputLayout, "output_layout", output_layout)
-    far = {f"ood_loaders[{n!r}]": each for n, each in (ood_loaders or {}).items()}
+    device = next(model.parameters()).device
     loaders = {"train_loader": train_loader, "test_loader": test_loader}
     loaders |= {} if val_loader is None else {"val_loader": val_loader}
-    device = next(model.parameters()).device
+    far = {f"ood_loaders[{n!r}]": each for n, each in (ood_loaders or {}).items()}
     with undisturbed(model), reproducible(0, device, *loaders.values(), *far.values()):
-        own = copy.deepcopy(model)
         surveys = {
             name: _survey(name, loader, dict_key_x, dict_key_y, cache is not None)
             for name, loader in {**loaders, **far}.items()
         }
-        x, _ = split(surveys["train_loader"].first, dict_key_y)
-        x = to_device(x, device)
-        identity = model_identity(model, x) if folder is not None else {}
-        check_outputs(own(x), layout)
+        x = to_device(split(surveys["train_loader"].first, dict_key_y)[0], device)
+        identity = None if cache is None else model_identity(model, x)
+        layout = member(OutputLayout, "output_layout", output_layout)
+        check_outputs(model(x), layout)
         n_data = surveys["train_loader"].n_data
         task = Task(
-            model, likelihood, train_loader, test_loader, val_loader,
-            dict(ood_loaders or {}), measure(own, x, n_data, dict_key_x),
-            tuple(member(Link, "links", link).value for link in links), n_samples,
-            prior_precision, sigma_noise, 1.0, grid_size, n_steps, n_bins, wanted,
-            memory_budget, budget_of(device, memory_budget), dict_key_x, dict_key_y,
-            layout,
-        )  # fmt: skip
+            model=model,
+            likelihood=likelihood,
+            train=train_loader,
+            test=test_loader,
+            val=val_loader,
+            ood=dict(ood_loaders or {}),
+            sizes=measure(copy.deepcopy(model), x, n_data, dict_key_x),
+            layout=layout,
+            prior_precision=prior_precision,
+            noise=1.0 if sigma_noise is None else sigma_noise,
+            fixed_noise=sigma_noise is not None,
+            n_bins=n_bins,
+            reference=wanted,
+            memory_budget=None if memory_budget is None else parse_bytes(memory_budget),
+            limit=budget_of(device, memory_budget),
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            **sizes,
+        )
         for name in loaders:
             _check_targets(name, surveys[name], task)
         if task.is_regression and sigma_noise is None:
-            task = replace(task, residual=_residual(task))
-    origin = _origin(task, surveys, seeds)
+            task = replace(task, noise=_residual(task))
+    origin = _origin(task, surveys, {"links": links, "seeds": seeds})
+    aside = ("model", "train", "test", "val", "ood", "limit", "reference")
+    common = {name: v for name, v in vars(task).items() if name not in aside}
     key = digest(
-        identity, [p.requires_grad for p in model.parameters()], type(model).__name__,
+        identity,
+        [type(model).__name__, *(p.requires_grad for p in model.parameters())],
         {name: (seen.n_data, seen.key) for name, seen in surveys.items()},
-        {k: v for k, v in options.items()}, sigma_noise, memory_budget, layout,
-        None if wanted is None else vars(wanted), origin["Versions"], device.type,
-        dict_key_x, dict_key_y, likelihood,
-    )  # fmt: skip
-    jobs = [(method, int(seed)) for method in chosen for seed in seeds]
-    return _run(task, jobs, folder, key, origin, progress_bar)
+        [common, wanted and vars(wanted), origin["Versions"], device.type],
+    )
+    jobs = [(method, seed) for method in chosen for seed in seeds]
+    return _run(task, jobs, links, folder, key, origin, progress_bar)
 
 
-# Checks before the first fit
-
-
-def check_network(model: Any) -> None:
-    """Refuse what is no network that can be trained."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            f"The model ({type(model).__name__}) has no trainable parameters, so there "
-            "is nothing to be uncertain about. Set requires_grad of some."
-        )
-
-
-def check_likelihood(likelihood: Any) -> str:
-    """Return the name of a likelihood that a comparison has scores for."""
-    name = str(getattr(likelihood, "value", likelihood))
-    if name not in ("classification", "regression"):
-        raise ValueError(
-            "likelihood must be 'classification' or 'regression' in a comparison, got "
-            f"{name!r}."
-        )
-    return name
+# Before the first fit
 
 
 def _distinct(name: str, values: Iterable[Any]) -> list[Any]:
     """Return values of which there is at least one, and none twice."""
-    found = [v.item() if isinstance(v, np.generic) else v for v in values]
+    found = [value if isinstance(value, str) else int(value) for value in values]
     if not found or len(set(found)) < len(found):
-        raise ValueError(f"{name} must be different and at least one, got {found}.")
+        raise ValueError(f"{name} must differ and be at least one, got {found}.")
     return found
 
 
-@dataclass(frozen=True)
-class _Survey:
+class _Survey(NamedTuple):
     """What one pass over a loader showed: examples, digest, first and last batch."""
 
     n_data: int
@@ -268,23 +244,19 @@ def _survey(name: str, loader: Any, key_x: str, key_y: str, digested: bool) -> _
 
 
 def _check_targets(name: str, seen: _Survey, task: Task) -> None:
-    """Refuse targets that are missing or of a wrong shape, before they fail each
-    row."""
+    """Refuse targets that are missing or of a wrong shape."""
     positions = task.layout.of(task.sizes.output_shape)
     shape = positions.output_shape if task.is_regression else positions.shape
     what = "values" if task.is_regression else "integer class indices"
     for batch in (seen.first, seen.last):
-        y = split(batch, task.dict_key_y)[1]
-        flat = task.layout is OutputLayout.FLAT
-        if (
-            y is None
-            or y.ndim != 1 + len(shape)
-            or (flat and tuple(y.shape[1:]) != shape)
-            or (
-                not task.is_regression
-                and (y.is_floating_point() or y.dtype == torch.bool)
-            )
-        ):
+        y, good = split(batch, task.dict_key_y)[1], False
+        if y is not None:
+            good = y.ndim == 1 + len(shape)
+            if task.layout is OutputLayout.FLAT:
+                good = tuple(y.shape[1:]) == shape
+            if not task.is_regression:
+                good = good and not y.is_floating_point() and y.dtype != torch.bool
+        if not good:
             wanted = ", ".join(map(str, ("N", *shape)))
             got = "none" if y is None else f"{y.dtype} of shape {tuple(y.shape)}"
             raise ValueError(
@@ -298,26 +270,26 @@ def _residual(task: Task) -> float:
     """Return the network's root mean squared error on the training data."""
     total, n = 0.0, 0
     for batch in seeded_iteration(task.train):
-        x, y = split_batch(batch, task.dict_key_y)
+        x, y = split(batch, task.dict_key_y)
         error = task.model(to_device(x, task.device)).double().cpu() - y.cpu()
         total, n = total + float(error.square().sum()), n + error.numel()
     # A network that interpolates leaves nothing to call noise.
     return max(math.sqrt(total / n), 1e-3)
 
 
-def _origin(task: Task, surveys: Mapping[str, _Survey], seeds: Sequence[int]) -> dict:
+def _origin(
+    task: Task, surveys: Mapping[str, _Survey], more: Mapping[str, Any]
+) -> dict[str, dict[str, str]]:
     """Return where the numbers come from, as texts by group."""
-    import laplace_ella
+    from laplace_ella import __version__
 
-    names = (
-        "links", "n_samples", "prior_precision", "sigma_noise", "grid_size", "n_steps",
-        "n_bins",
-    )  # fmt: skip
-    shown = {name: getattr(task, name) for name in names}
-    packages = ("laplace-torch", "torch")
-    device = str(task.device)
-    if task.device.type == "cuda":
-        device = torch.cuda.get_device_name(task.device)
+    names = ("likelihood", "prior_precision", "n_samples", "grid_size", "n_steps")
+    settings = {name: str(getattr(task, name)) for name in names}
+    settings |= {name: ", ".join(map(str, each)) for name, each in more.items()}
+    if task.fixed_noise:
+        settings["sigma_noise"] = str(task.noise)
+    packages = {name: version(name) for name in ("laplace-torch", "torch")}
+    threads = f"{task.device.type}, {torch.get_num_threads()} threads"
     return {
         "Model": {
             "class": type(task.model).__name__,
@@ -325,19 +297,14 @@ def _origin(task: Task, surveys: Mapping[str, _Survey], seeds: Sequence[int]) ->
             "outputs C": " × ".join(map(str, task.sizes.output_shape)),
         },
         "Examples": {name: f"{seen.n_data:,}" for name, seen in surveys.items()},
-        "Settings": {
-            "likelihood": task.likelihood,
-            "seeds": ", ".join(map(str, seeds)),
-            **{name: str(v) for name, v in shown.items() if v is not None},
-        },
+        "Settings": settings,
         "Versions": {
-            "laplace-ella": laplace_ella.__version__,
-            **{name: version(name) for name in packages},
+            "laplace-ella": __version__,
+            **packages,
             "python": platform.python_version(),
         },
         "Run": {
-            "device": device,
-            "threads": str(torch.get_num_threads()),
+            "device": threads,
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         },
     }
@@ -349,6 +316,7 @@ def _origin(task: Task, surveys: Mapping[str, _Survey], seeds: Sequence[int]) ->
 def _run(
     task: Task,
     jobs: Sequence[tuple[Method, int]],
+    links: Sequence[str],
     folder: Path | None,
     key: str,
     origin: dict[str, dict[str, str]],
@@ -358,58 +326,51 @@ def _run(
     found: list[Result] = []
     references: dict[int, Any] = {}
     interrupted, started = False, time.perf_counter()
-    for number_, (method, seed) in enumerate(jobs, 1):
+    for index, (method, seed) in enumerate(jobs, 1):
         spec = {k: v for k, v in vars(method).items() if k not in ("name", "about")}
-        links, paths = list(task.links_of(method)), {}
-        if folder is not None:
-            names = {link: digest(key, spec, link, seed) for link in links}
-            paths = {link: folder / f"{name}.json" for link, name in names.items()}
-        known = {link: _read(path, method) for link, path in paths.items()}
-        missing = [link for link in links if known.get(link) is None]
-        fresh: dict[str, Result] = {}
+        plain = task.is_regression or method.kind != "laplace"
+        rows: dict[str, Result | None] = {}
+        paths: dict[str, Path] = {}
+        for link in [""] if plain else links:
+            rows[link] = None
+            if folder is not None:
+                paths[link] = folder / f"{digest(key, spec, link, seed)}.json"
+                rows[link] = _read(paths[link], method)
+        missing = [link for link, row in rows.items() if row is None]
         try:
-            for row in (
-                () if interrupted else results(task, method, seed, missing, references)
+            for row in results(
+                task, method, seed, missing * (not interrupted), references
             ):
-                fresh[row.link] = row
-                if row.link in paths and row.ok:
-                    _write(paths[row.link], row)
+                rows[row.link] = row
+                if folder is not None and row.ok:
+                    _keep(paths[row.link], row)
                 if progress_bar:
                     seconds = time.perf_counter() - started
-                    done = f"[{seconds:5.0f} s] {number_} of {len(jobs)}"
-                    print(f"{done}: {_summary(row)}", file=sys.stderr, flush=True)
+                    nll = f"NLL {number('nll', row.metrics.get('nll'))}"
+                    text = f"{row.full_label}: {nll if row.ok else row.status}"
+                    place = f"[{seconds:5.0f} s] {index} of {len(jobs)}"
+                    print(f"{place}: {text}", file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             interrupted = True
-        for link in links:
-            empty = Result(method.name, link, seed, "interrupted")
-            found.append(known.get(link) or fresh.get(link) or empty)
+        for link, row in rows.items():
+            found.append(row or Result(method.name, link, seed, "interrupted"))
     return Report(found, task.likelihood, interrupted, origin)
-
-
-def _summary(row: Result) -> str:
-    name = f"{row.label} ({row.link})" if row.link else row.label
-    if not row.ok:
-        return f"{name}: {row.status}"
-    nll = number("nll", row.metrics.get("nll"))
-    return f"{name}: NLL {nll}, fit {number('fit_s', row.costs['fit_s'])} s"
 
 
 def _read(path: Path, method: Method) -> Result | None:
     """Return the row of a file by the name that the method has now; None where there
     is no file, or one that is no row."""
     try:
-        row = result_of(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        row = Result.of(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
     return replace(row, method=method.name)
 
 
-def _write(path: Path, row: Result) -> None:
-    """Keep a row; that it cannot be kept is no reason to lose it."""
+def _keep(path: Path, row: Result) -> None:
+    """Write a row; that it cannot be written is no reason to lose it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(finite(asdict(row))))
+        write(path, json.dumps(finite(asdict(row))))
     except OSError as error:
-        warnings.warn(
-            f"{row.method} was not stored in the cache: {error}", stacklevel=2
-        )
+        what = f"{row.method} could not be stored in the cache: {error}"
+        warnings.warn(what, stacklevel=2)

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from laplace_ella.errors import BorderWarning, warn_caller
+from laplace_ella.metrics import IGNORED
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.observation import (
     Family,
@@ -34,50 +36,33 @@ from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.calibration import Calibration, search_calibration
 from laplace_ella.tuning.validation import Validator
 
-__all__ = ["GridSearch", "moments"]
-
-#: A precision that is not positive definite is no candidate.
-NoPosterior = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
-
 
 @torch.no_grad()
 def moments(la: Any, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean `(B, C)` and covariance `(B, C, C)` of the function values.
-
-    laplace-torch has no public name for them in its parametric classes.
-    """
+    """Return mean `(B, C)` and covariance `(B, C, C)` of the function values, for which
+    laplace-torch has no public name in its parametric classes."""
     public = getattr(la, "predictive_moments", None)
-    mean, covariance = public(x) if public else la._glm_predictive_distribution(x)
-    return mean.detach(), covariance.detach()
+    return public(x) if public else la._glm_predictive_distribution(x)
 
 
 @dataclass(frozen=True)
 class GridPosterior:
-    """A posterior by its settings, for which the values of a `GridValidator` stand.
-
-    Attributes
-    ----------
-    H : torch.Tensor
-        `(2, 2)`, eigenvalues with which the range of the search is that of the grid
-    factor, prior : torch.Tensor
-        1/(σ²T) and δ
-    complement : Complement
-        none: all directions are in the values
-    """
+    """Settings for which a `GridValidator` has values: 1/(σ²T), δ and, as eigenvalues
+    `(2, 2)`, the range of their ratio."""
 
     H: torch.Tensor
     factor: torch.Tensor
     prior: torch.Tensor
-    complement: Any = Complement.DROP
+    complement: Any = Complement.DROP  # all directions are in the values
 
     def with_(self, **changes: Any) -> GridPosterior:
-        """Return the posterior with other settings."""
+        """Return other settings."""
         return replace(self, **changes)
 
 
 @dataclass(frozen=True)
 class GridValidator(Validator):
-    """Validation losses from function values that were computed on a grid.
+    """Validation losses by function values that were computed on a grid.
 
     Attributes
     ----------
@@ -94,116 +79,90 @@ class GridValidator(Validator):
         """Return both as they are: no candidate costs more than another."""
         return posterior, self
 
-    def nearest(self, ratio: float) -> float:
-        """Return the u of the grid whose data weigh most nearly `ratio` times the
-        prior."""
-        wanted = self.factor_at_one / ratio
+    def nearest(self, factor: float, prior: float) -> float:
+        """Return the u of the grid with nearly this ratio of data and prior."""
+        wanted = self.factor_at_one * prior / factor
         return min(self.roots, key=lambda u: abs(math.log(u / wanted)))
 
     def values(self, posterior: Any) -> Iterator[tuple[FunctionValues, torch.Tensor]]:
-        """Yield the Gaussian over all examples, and their targets."""
+        """Yield the Gaussians over all examples, and the targets."""
         prior = float(posterior.prior)
-        u = self.nearest(float(posterior.factor) / prior)
-        # δ⁻¹(rH + 1)⁻¹ depends on δ by its factor only, for a given r
+        u = self.nearest(float(posterior.factor), prior)
+        # δ⁻¹(rH + 1)⁻¹: for a given ratio r the prior is a factor
         root = self.roots[u] * math.sqrt(u / prior)
         yield FunctionValues(self.cache.f_mu, root), self.cache.targets
 
 
-@dataclass(frozen=True)
-class GridSearch:
-    """The function values of validation data, for every prior precision of a grid.
+@torch.no_grad()
+def compute_grid(
+    la: Any,
+    batches: Iterable[tuple[Any, torch.Tensor]],
+    grid: list[float],
+    n_samples: int,
+    seed: int,
+) -> GridValidator:
+    """Return the validation losses of a fitted posterior, whose prior precision and
+    temperature are changed, from batches of inputs and targets on the device."""
+    batches, roots, means = list(batches), {}, []
+    targets = torch.cat([y for _, y in batches])
+    regression = la.likelihood == "regression"
+    known = slice(None) if regression else targets != IGNORED
+    la.temperature = 1.0
+    for u in grid:
+        la.prior_precision = u
+        try:
+            values = [moments(la, x) for x, _ in batches]
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+            continue  # not positive definite: no candidate
+        roots[u] = torch.cat([psd_root(covariance) for _, covariance in values])[known]
+        means = [mean for mean, _ in values]
+    if not roots:
+        raise ValueError("The posterior is not defined for any prior of the grid.")
+    f_mu, noise = torch.cat(means)[known], torch.as_tensor(la.sigma_noise).detach()
+    family = Family.GAUSSIAN if regression else Family.CATEGORICAL
+    return GridValidator(
+        FeatureCache(f_mu, f_mu.new_zeros(*f_mu.shape, 0), targets[known]),
+        None,
+        ObservationModel(family, OutputLayout.FLAT, noise, 1.0),
+        Link.PROBIT,
+        n_samples,
+        lambda: torch.Generator(f_mu.device).manual_seed(seed),
+        roots,
+        float(1 / noise**2),
+    )
 
-    Attributes
-    ----------
-    validator : GridValidator
-    grid : list of float
-        prior precisions, ascending
-    """
 
-    validator: GridValidator
-    grid: list[float]
+def _start(validator: GridValidator, u: float) -> Any:
+    """Return the settings T = 1 and δ = u. Searches go from 1 % of the reach of the
+    largest eigenvalue to 100 times that of the smallest, which is the grid."""
+    one, us = validator.factor_at_one, sorted(validator.roots)
+    H = torch.tensor([0.01 * us[-1], 100 * us[0]]).double().diag() / one
+    return GridPosterior(H, torch.tensor([one]), torch.tensor([u]))
 
-    @classmethod
-    def of(
-        cls,
-        la: Any,
-        batches: Iterable[tuple[Any, torch.Tensor]],
-        grid: list[float],
-        n_samples: int,
-        seed: int,
-    ) -> GridSearch:
-        """Compute the values of a fitted posterior, whose prior precision and
-        temperature are changed; `batches` has inputs on the device, and targets."""
-        batches, roots, means = list(batches), {}, []
-        la.temperature = 1.0
-        for u in grid:
-            la.prior_precision = u
-            try:
-                values = [moments(la, x) for x, _ in batches]
-            except NoPosterior:
-                continue
-            roots[u] = torch.cat([psd_root(covariance) for _, covariance in values])
-            means = [mean for mean, _ in values]
-        if not roots:
-            raise ValueError("The posterior is not defined for any prior of the grid.")
-        f_mu = torch.cat(means)
-        targets = torch.cat([y for _, y in batches]).to(f_mu.device)
-        regression = la.likelihood == "regression"
-        if not regression:  # examples without a class
-            known = targets != -100
-            f_mu, targets = f_mu[known], targets[known]
-            roots = {u: root[known] for u, root in roots.items()}
-        noise = torch.as_tensor(la.sigma_noise).detach().cpu().double()
-        family = Family.GAUSSIAN if regression else Family.CATEGORICAL
-        validator = GridValidator(
-            FeatureCache(f_mu, f_mu.new_zeros(*f_mu.shape, 0), targets),
-            None,
-            ObservationModel(family, OutputLayout.FLAT, noise, 1.0),
-            Link.PROBIT,
-            n_samples,
-            lambda: torch.Generator(f_mu.device).manual_seed(seed),
-            roots,
-            float(1 / noise**2),
+
+def search_prior(validator: GridValidator, link: str) -> float:
+    """Return the prior precision of the grid with the lowest validation loss."""
+    validator = replace(validator, link=Link(link or "probit"))
+    losses = {u: validator(_start(validator, u)) for u in validator.roots}
+    best = min(losses, key=lambda u: losses[u])
+    if not math.isfinite(losses[best]):
+        raise ValueError("The validation loss is infinite for every prior.")
+    if len(losses) > 1 and best in (min(losses), max(losses)):
+        warn_caller(
+            f"The best prior precision, {best:.3g}, is at the border of the grid.",
+            BorderWarning,
         )
-        return cls(validator, grid)
+    return best
 
-    def _for(self, link: str) -> tuple[GridValidator, GridPosterior]:
-        validator = self.validator
-        if link:
-            validator = replace(validator, link=Link(link))
-        one = validator.factor_at_one
-        # A search goes from 1 % of the reach of the largest eigenvalue to 100 times
-        # that of the smallest.
-        ends = torch.tensor([0.01 * self.grid[-1], 100 * self.grid[0]]) / one
-        factor, prior = torch.tensor([[one]]), torch.ones(1)
-        return validator, GridPosterior(ends.double().diag(), factor, prior)
 
-    def prior(self, link: str) -> tuple[float, tuple[str, ...]]:
-        """Return the prior precision with the lowest validation loss, and a sentence
-        if it is at the border of the grid."""
-        validator, posterior = self._for(link)
-        losses = {}
-        for u in validator.roots:
-            candidate = posterior.with_(prior=torch.tensor([u]))
-            losses[u] = float(validator.example_losses(candidate).mean())  # pyright: ignore[reportArgumentType]
-        best = min(losses, key=lambda u: losses[u])
-        if not math.isfinite(losses[best]):
-            raise ValueError("The validation loss is infinite for all priors.")
-        if best not in (self.grid[0], self.grid[-1]) or len(self.grid) == 1:
-            return best, ()
-        border = f"the best prior precision, {best:.3g}, is at the border of the grid"
-        return best, (border,)
-
-    def calibration(self, link: str) -> Calibration:
-        """Return prior precision, temperature and softmax temperature, or noise, that
-        calibrate best. The first two are at a point of the grid."""
-        validator, posterior = self._for(link)
-        found = search_calibration(posterior, validator)  # pyright: ignore[reportArgumentType]
-        if found.kept:
-            return found
-        noise = found.sigma_noise[0] if found.sigma_noise else 1.0
-        factor = 1 / (noise**2 * found.temperature)
-        u = validator.nearest(factor / found.prior_precision)
-        # u/(1/σ²) is the same at T = 1 and the noise before as with what was found.
-        temperature = u * found.prior_precision**-1 / validator.factor_at_one / noise**2
-        return replace(found, temperature=temperature)
+def calibrate(validator: GridValidator, link: str) -> Calibration:
+    """Return prior precision, temperature and softmax temperature, or noise, that
+    calibrate best. The product of the first two is one of the grid."""
+    validator = replace(validator, link=Link(link or "probit"))
+    found = search_calibration(_start(validator, 1.0), validator)
+    if found.kept:
+        return found
+    variance = found.sigma_noise[0] ** 2 if found.sigma_noise else 1.0
+    u = validator.nearest(1 / (variance * found.temperature), found.prior_precision)
+    temperature = u / (validator.factor_at_one * variance * found.prior_precision)
+    return replace(found, temperature=temperature)

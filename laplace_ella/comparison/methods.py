@@ -10,35 +10,15 @@ from typing import Any
 from laplace_ella.settings import PAPER
 from laplace_ella.support.checks import member
 
-__all__ = [
-    "Kind",
-    "Method",
-    "Tuning",
-    "available_methods",
-    "default_methods",
-    "resolve_methods",
-]
-
-
-class Kind(str, Enum):
-    """What a method does with the trained network."""
-
-    MAP = "map"
-    """The network as it is."""
-
-    TEMPERATURE = "temperature"
-    """Logits divided by the number that minimises the validation NLL."""
-
-    LAPLACE = "laplace"
-    """`Laplace(model, likelihood, **kwargs)`."""
+__all__ = ["Method", "Tuning", "available_methods", "default_methods"]
 
 
 class Tuning(str, Enum):
     """How the hyperparameters of a posterior are chosen."""
 
     DEFAULT = "default"
-    """`optimize_prior_precision()` of the training data, as the class does it by
-    default; of regressions the prior and the noise that maximise the evidence."""
+    """By the training data: `optimize_prior_precision()` as the class has it; of
+    regressions the prior and the noise that maximise the evidence."""
 
     MARGLIK = "marglik"
     """The same with `method="marglik"`, also where the class has another default."""
@@ -48,11 +28,11 @@ class Tuning(str, Enum):
 
     GRIDSEARCH = "gridsearch"
     """Prior precision with the lowest validation NLL on a grid. Without validation
-    data the prior stays as given."""
+    data it stays as given."""
 
     EARLY_STOPPING = "early_stopping"
-    """Stop the pass over the training data at the lowest validation NLL (Deng et al.
-    2022, Sec. 5.2): a fit for every link. `hessian_structure="nystrom"` only."""
+    """Stop the fit at the lowest validation NLL (Deng et al. 2022, Sec. 5.2), once for
+    every link. `hessian_structure="nystrom"` only."""
 
     TEMPERATURE = "temperature"
     """`optimize_temperature` with the prior, by validation NLL.
@@ -77,8 +57,9 @@ class Method:
     name : str
     kwargs : mapping
         keyword arguments of `Laplace(model, likelihood, ...)`
-    kind : Kind or str
-    tune : Tuning or str
+    kind : {'laplace', 'map', 'temperature'}
+        a posterior, the network as it is, or temperature scaling
+    tune : str
         how its hyperparameters are chosen: 'default', 'marglik' and 'none' need no
         validation data; 'gridsearch', 'early_stopping', 'temperature' and
         'calibration' do
@@ -97,85 +78,80 @@ class Method:
 
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    kind: Kind | str = Kind.LAPLACE
+    kind: str = "laplace"
     tune: Tuning | str = Tuning.DEFAULT
     tune_kwargs: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", member(Kind, "kind", self.kind))
         object.__setattr__(self, "tune", member(Tuning, "tune", self.tune))
+        kinds = ("laplace", "map", "temperature")
+        if self.kind not in kinds:
+            raise ValueError(f"kind must be one of {kinds}, got {self.kind!r}.")
 
     @property
     def structure(self) -> tuple[str, str]:
         """(subset_of_weights, hessian_structure), with the defaults of `Laplace`."""
-        defaults = {"subset_of_weights": "last_layer", "hessian_structure": "kron"}
-        found = [self.kwargs.get(name, value) for name, value in defaults.items()]
-        subset, structure = (v.value if isinstance(v, Enum) else v for v in found)
-        return str(subset), str(structure)
+        subset = self.kwargs.get("subset_of_weights", "last_layer")
+        structure = self.kwargs.get("hessian_structure", "kron")
+        return getattr(subset, "value", subset), getattr(structure, "value", structure)
 
     @property
     def is_ella(self) -> bool:
         """Whether this package does the work."""
-        return self.kind is Kind.LAPLACE and self.structure[1] == "nystrom"
+        return self.kind == "laplace" and self.structure[1] == "nystrom"
 
 
-def _laplace(subset: str, structure: str, **kwargs: Any) -> dict[str, Any]:
-    return {"subset_of_weights": subset, "hessian_structure": structure, **kwargs}
+def _laplace(name: str, structure: str, about: str, **options: Any) -> Method:
+    """Return a posterior; options that are no fields of `Method` go to `Laplace`."""
+    subset, _, hessian = structure.partition(" ")
+    fields = {key: options.pop(key) for key in ("tune",) if key in options}
+    names = {"subset_of_weights": subset, "hessian_structure": hessian}
+    return Method(name, {**names, **options}, about=about, **fields)
 
-
-#: ELLA with settings enough to be calibrated.
-CALIBRATED = {"subsample_size": 2000, "n_eigenvalues": 128, "complement": "prior"}
-
-_EXACT = _laplace("all", "nystrom", n_eigenvalues="exact")
-_GP_ELLA = _laplace(
-    "all", "gp", functional_approximation="nystrom",
-    subsample_size=2000, n_eigenvalues=20,
-)  # fmt: skip
-_VALLA = _laplace(
-    "all", "gp", functional_approximation="variational",
-    inducing_locations="kmeans", num_inducing=20,
-)  # fmt: skip
 
 #: Tuned without validation data, in the order of the table.
-_BY_DEFAULT = (
+_ON_TRAINING = (
     Method("map", kind="map", about="the network as trained"),
-    Method("exact", _EXACT, about="exact linearised Laplace, by all gradients"),
-    Method(
-        "ella",
-        _laplace("all", "nystrom", n_eigenvalues=20),
-        about="ELLA with K = 20 directions",
-    ),
-    Method("full", _laplace("all", "full"), about="exact, by a P×P matrix"),
-    Method("kron", _laplace("all", "kron"), about="KFAC, all layers"),
-    Method("diag", _laplace("all", "diag"), about="diagonal, all layers"),
-    Method("last-layer-full", _laplace("last_layer", "full"), about="full, last layer"),
-    Method("last-layer-kron", _laplace("last_layer", "kron"), about="KFAC, last layer"),
-    Method("last-layer-diag", _laplace("last_layer", "diag"), about="diag, last layer"),
-    Method(
+    _laplace("exact", "all nystrom", "exact, by all gradients", n_eigenvalues="exact"),
+    _laplace("ella", "all nystrom", "ELLA, K = 20 directions", n_eigenvalues=20),
+    _laplace("full", "all full", "exact, by a P×P matrix"),
+    _laplace("kron", "all kron", "KFAC, all layers"),
+    _laplace("diag", "all diag", "diagonal, all layers"),
+    _laplace("last-layer-full", "last_layer full", "full, last layer"),
+    _laplace("last-layer-kron", "last_layer kron", "KFAC, last layer"),
+    _laplace("last-layer-diag", "last_layer diag", "diagonal, last layer"),
+    _laplace(
         "gp-ella",
-        _GP_ELLA,
+        "all gp",
+        "laplace-torch's own ELLA; prior as given where there are no validation data",
+        functional_approximation="nystrom",
+        subsample_size=2000,
+        n_eigenvalues=20,
         tune="gridsearch",
-        about="laplace-torch's own ELLA (0.3); prior as given without validation data",
     ),
 )
 
-_CALIBRATED_TWINS = ("exact", "kron", "diag", "last-layer-kron", "last-layer-full")
+_CALIBRATED = ("exact", "kron", "diag", "last-layer-full", "last-layer-kron")
 
 #: Tuned on validation data.
 _ON_VALIDATION = (
     Method("temperature", kind="temperature", about="temperature scaling"),
-    Method(
+    _laplace(
         "ella-paper",
-        _laplace("all", "nystrom", **PAPER),
+        "all nystrom",
+        "ELLA as in the paper: given prior, early stopping",
         tune="early_stopping",
-        about="ELLA as in the paper: given prior, early stopping",
+        **PAPER,
     ),
-    Method(
+    _laplace(
         "ella-calibrated",
-        _laplace("all", "nystrom", **CALIBRATED),
+        "all nystrom",
+        "ELLA, K = 128 and the prior outside of the basis; calibrated",
+        subsample_size=2000,
+        n_eigenvalues=128,
+        complement="prior",
         tune="calibration",
-        about="ELLA with K = 128 and the prior kept outside its basis, calibrated",
     ),
     *(
         replace(
@@ -184,34 +160,8 @@ _ON_VALIDATION = (
             tune="calibration",
             about=f"{method.about}; calibrated",
         )
-        for method in _BY_DEFAULT
-        if method.name in _CALIBRATED_TWINS
-    ),
-)
-
-#: Not in the default list: variants that few need.
-_ON_REQUEST = (
-    Method(
-        "ella-tempered",
-        _laplace("all", "nystrom", **PAPER),
-        tune="temperature",
-        about="ELLA tempered to an effective number of data",
-    ),
-    Method(
-        "last-layer-ella",
-        _laplace("last_layer", "nystrom", **PAPER),
-        about="ELLA with K = 20 directions, last layer",
-    ),
-    Method(
-        "gp-subset",
-        _laplace("all", "gp", n_subset=100),
-        about="laplace-torch's GP on a subset of the data",
-    ),
-    Method(
-        "gp-valla",
-        _VALLA,
-        tune="none",
-        about="laplace-torch's VaLLA (0.3); learns its prior while it is fitted",
+        for method in _ON_TRAINING
+        if method.name in _CALIBRATED
     ),
 )
 
@@ -224,70 +174,56 @@ def available_methods() -> dict[str, Method]:
     >>> {"ella-calibrated", "kron", "last-layer-full"} <= set(available_methods())
     True
     """
-    return {m.name: m for m in (*_BY_DEFAULT, *_ON_VALIDATION, *_ON_REQUEST)}
+    return {method.name: method for method in (*_ON_TRAINING, *_ON_VALIDATION)}
 
 
 def default_methods(likelihood: str, validation: bool = True) -> list[Method]:
     """Return what `compare` runs if `methods` is not given.
 
-    These are all members of the family: the network, exact Laplace, ELLA, and KFAC,
-    diagonal, full and last-layer posteriors; with `validation` data also those that are
-    tuned on them. Temperature scaling has no meaning for regression.
+    All members of the family: the network, exact Laplace, ELLA, and KFAC, diagonal,
+    full and last-layer posteriors; with `validation` data also those that are tuned on
+    them. Temperature scaling has no meaning for regression.
 
     Examples
     --------
     >>> "temperature" in [method.name for method in default_methods("regression")]
     False
     """
-    rows = [*_BY_DEFAULT, *(_ON_VALIDATION if validation else ())]
-    scaling = likelihood == "classification"
-    return [m for m in rows if scaling or m.kind is not Kind.TEMPERATURE]
+    rows = [*_ON_TRAINING, *(_ON_VALIDATION if validation else ())]
+    left_out = "temperature" if likelihood == "regression" else None
+    return [method for method in rows if method.kind != left_out]
 
 
 def resolve_methods(methods: Any, likelihood: str, validation: bool) -> list[Method]:
-    """Return methods of names, `Method` objects or a mapping of name to arguments.
-
-    >>> [m.name for m in resolve_methods(["map", "kron"], "classification", True)]
-    ['map', 'kron']
-    >>> mine = {"K=5": {"subset_of_weights": "all", "hessian_structure": "nystrom",
-    ...                 "n_eigenvalues": 5}}
-    >>> resolve_methods(mine, "classification", True)[0].structure
-    ('all', 'nystrom')
-    """
+    """Return methods of names, `Method` objects or a mapping of name to arguments."""
     if methods is None:
         return default_methods(likelihood, validation)
-    if isinstance(methods, (str, Method)):
-        methods = [methods]
-    if isinstance(methods, Mapping):
-        methods = [_named(name, spec) for name, spec in methods.items()]
     known, resolved = available_methods(), []
-    for method in methods:
-        if isinstance(method, str) and method not in known:
-            raise ValueError(
-                f"Unknown method {method!r}. Known: {', '.join(known)}. For your own, "
-                "pass Method(name, kwargs) or {name: kwargs of Laplace(...)}."
-            )
-        method = known[method] if isinstance(method, str) else method
+    if isinstance(methods, Mapping):
+        pairs = list(methods.items())
+    else:
+        pairs = [
+            (None, m) for m in ([methods] if isinstance(methods, str) else methods)
+        ]
+    for name, method in pairs:
+        if isinstance(method, str):
+            if method not in known:
+                raise ValueError(
+                    f"Unknown method {method!r}. Known: {', '.join(known)}. For your "
+                    "own, pass Method(name, kwargs) or {name: kwargs of Laplace(...)}."
+                )
+            method = known[method]
+        if name is not None and isinstance(method, Mapping):
+            method = Method(name, dict(method))
         if not isinstance(method, Method):
             raise TypeError(
-                "A method is a name, a Method or an entry of a mapping, got "
-                f"{type(method).__name__}."
+                "A method is a name, a Method, or {name: Method or keyword arguments "
+                f"of Laplace(...)}}, got {type(method).__name__}."
             )
-        resolved.append(method)
+        resolved.append(method if name is None else replace(method, name=name))
     names = [method.name for method in resolved]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not names:
         got = f"{', '.join(twice)} more than once" if twice else "none"
-        raise ValueError(f"Pass one method or more of different names, got {got}.")
+        raise ValueError(f"Pass methods of different names, at least one; got {got}.")
     return resolved
-
-
-def _named(name: str, spec: Any) -> Method:
-    if isinstance(spec, Method):
-        return replace(spec, name=name)
-    if not isinstance(spec, Mapping):
-        raise TypeError(
-            f"methods[{name!r}] must be a mapping of keyword arguments of Laplace(...) "
-            f"or a Method, got {type(spec).__name__}."
-        )
-    return Method(name, dict(spec))

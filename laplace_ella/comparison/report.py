@@ -7,11 +7,12 @@
 >>> report.best("nll").method
 'ella'
 >>> print(report.to_csv().splitlines()[0])
-method,link,tuned on,nll,fit_s,nll_to_best,nll_to_best_ci95,settings,status,note
+method,link,tuned on,nll,fit_s,nll_to_best,settings,status,note
 """
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
@@ -19,49 +20,42 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
-from laplace_ella.comparison.bootstrap import Difference, difference
+from laplace_ella import plotting
+from laplace_ella.comparison.bootstrap import Difference
 
-__all__ = ["Report", "Result", "Row", "replace_file", "result_of"]
-
-OK = "ok"
+__all__ = ["Report", "Result", "Row"]
 
 #: A column of this ending is the distance of a metric from the best row's.
 TO_BEST = "_to_best"
 
 HEADINGS = {
-    "accuracy": "acc. %",
-    "nll": "NLL",
-    "ece": "ECE",
-    "brier": "Brier",
-    "rmse": "RMSE",
-    "coverage_50": "50 %",
-    "coverage_90": "90 %",
-    "coverage_95": "95 %",
-    "width_95": "width",
-    "calibration": "cal. err.",
-    "kl_to_lla": "KL",
-    "fit_s": "fit s",
-    "tune_s": "tune s",
-    "predict_s": "predict s",
-}
+    "accuracy": "acc. %", "nll": "NLL", "ece": "ECE", "brier": "Brier", "rmse": "RMSE",
+    "coverage_50": "50 %", "coverage_90": "90 %", "coverage_95": "95 %",
+    "width_95": "width", "calibration": "cal. err.", "kl_to_lla": "KL",
+    "fit_s": "fit s", "tune_s": "tune s", "predict_s": "predict s",
+}  # fmt: skip
 
 SYMBOLS = {
-    "prior_precision": "δ",
-    "temperature": "T",
-    "softmax_temperature": "τ",
-    "sigma_noise": "σ",
-    "n_data": "N",
-}
+    "prior_precision": "δ", "temperature": "T", "softmax_temperature": "τ",
+    "sigma_noise": "σ", "n_data": "N",
+}  # fmt: skip
+
+#: What the rows of a group are tuned on, by `on_validation`.
+GROUPS = ("training data", "validation data")
+
 LEGEND = (
     "δ prior precision, T temperature of the likelihood, τ of the softmax, σ noise, N "
-    "training data; * a search that ended at the border of its range"
+    "training data; * marks a search that ended at the border of its range."
 )
 STARS = (
-    "* not significantly worse than the best of its group: the 95 % interval of the "
-    "difference (paired bootstrap over the test examples) has zero in it"
+    "* marks rows that are not significantly worse than the best of their group: the "
+    "95 % interval of the difference (paired bootstrap over the test examples) has "
+    "zero in it."
 )
 
 
@@ -96,7 +90,7 @@ class Result:
     method: str
     link: str = ""
     seed: int = 0
-    status: str = OK
+    status: str = "ok"
     metrics: dict[str, float] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -108,77 +102,61 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        return self.status == OK
+        return self.status == "ok"
 
     @property
     def label(self) -> str:
         """The method's name in tables and figures."""
-        return (
-            f"{self.method} (without {self.left_out})" * bool(self.left_out)
-            or self.method
-        )
+        if not self.left_out:
+            return self.method
+        return f"{self.method} (without {self.left_out})"
+
+    @property
+    def full_label(self) -> str:
+        """The label with the link."""
+        return f"{self.label} ({self.link})" if self.link else self.label
+
+    @classmethod
+    def of(cls, entry: Any) -> Result:
+        """Return a result from its dict; fields of other versions are left out."""
+        names = [each.name for each in fields(Result)]
+        return Result(**{name: entry[name] for name in names if name in entry})
 
 
 @dataclass(frozen=True)
-class Row:
-    """The results of one method and link: means and standard errors over the seeds.
+class Row(Result):
+    """The results of a method and link over all seeds.
 
-    `error` has entries only where there are two seeds or more; settings and label are
-    those of the first seed.
+    `mean` has the metrics and costs, `error` their standard errors where there are two
+    seeds or more; replicates are means, and the rest is that of the first seed.
     """
 
-    method: str
-    link: str
-    label: str
-    status: str
-    note: str
-    on_validation: bool
-    n_seeds: int
-    mean: dict[str, float]
-    error: dict[str, float]
-    settings: dict[str, Any]
-    replicates: dict[str, list[float]]
-
-    @property
-    def ok(self) -> bool:
-        return self.status == OK
+    mean: dict[str, float] = field(default_factory=dict)
+    error: dict[str, float] = field(default_factory=dict)
+    n_seeds: int = 0
 
     @classmethod
-    def of(cls, results: Sequence[Result]) -> Row:
+    def over_seeds(cls, results: Sequence[Result]) -> Row:
         """Return the row of results that differ in their seeds."""
         done = [r for r in results if r.ok]
         failed = [r for r in results if not r.ok]
-        first, notes = (done or results)[0], [next((r.note for r in done), "")]
-        if done and failed:
-            notes.append(f"{len(failed)} of {len(results)} seeds: {failed[0].status}")
+        first = (done or results)[0]
         mean, error, replicates = {}, {}, {}
-        for column in columns_of(done):
-            found = [{**r.metrics, **r.costs}.get(column) for r in done]
+        for name in {**first.metrics, **first.costs}:
+            found = [{**r.metrics, **r.costs}.get(name) for r in done]
             values = [v for v in found if v is not None and math.isfinite(v)]
-            if not values:
-                continue
-            mean[column] = sum(values) / len(values)
+            if values:
+                mean[name] = fmean(values)
             if len(values) > 1:
-                squares = sum((v - mean[column]) ** 2 for v in values)
-                error[column] = math.sqrt(squares / (len(values) - 1) / len(values))
-            draws = [r.replicates.get(column, []) for r in done]
-            if len({len(each) for each in draws}) == 1 and draws[0]:
-                sums = map(sum, zip(*draws, strict=True))
-                replicates[column] = [total / len(draws) for total in sums]
-        return cls(
-            first.method, first.link, first.label, first.status,
-            "; ".join(filter(None, notes)), first.on_validation, len(done), mean, error,
-            dict(first.settings), replicates,
-        )  # fmt: skip
-
-
-def columns_of(results: Sequence[Result]) -> list[str]:
-    """Return metrics, then costs, in the order in which they appear."""
-    names: dict[str, None] = {}
-    for part in ("metrics", "costs"):
-        for result in results:
-            names |= dict.fromkeys(getattr(result, part))
-    return list(names)
+                error[name] = stdev(values) / math.sqrt(len(values))
+            draws = [r.replicates.get(name, []) for r in done]
+            if len({len(each) for each in draws}) == 1:
+                replicates[name] = [fmean(each) for each in zip(*draws, strict=True)]
+        note = first.note
+        if done and failed:
+            note += f"; {len(failed)} of {len(results)} seeds: {failed[0].status}"
+        known = {**vars(first), "replicates": replicates, "note": note.strip("; ")}
+        return cls(**known, mean=mean, error=error, n_seeds=len(done))
 
 
 def badness(column: str, value: float) -> float:
@@ -188,9 +166,6 @@ def badness(column: str, value: float) -> float:
     if column.startswith("coverage_"):
         return abs(value - float(column.removeprefix("coverage_")) / 100)
     return value
-
-
-# The report
 
 
 @dataclass(frozen=True)
@@ -214,7 +189,7 @@ class Report:
     ... ])
     >>> print(report.to_markdown(["nll"]))
     | method | link | NLL |
-    | --- | --- | ---: |
+    | --- | --- | --- |
     | map |  | 0.3000 |
     | ella | mc | 0.2500* |
     """
@@ -241,22 +216,21 @@ class Report:
     @property
     def columns(self) -> list[str]:
         """Metrics, then costs, in the order of the table."""
-        return columns_of([r for r in self.results if r.ok])
+        names = [name for r in self.results for name in r.metrics]
+        names += [name for r in self.results for name in r.costs]
+        return list(dict.fromkeys(names))
 
     def rows(self) -> list[Row]:
         """Return one `Row` per method and link: those without validation data, then
         those tuned on them, both in the order of the run."""
         groups: dict[tuple[bool, str, str], list[Result]] = {}
-        for r in self.results:
+        for r in sorted(self.results, key=lambda r: r.on_validation):
             groups.setdefault((r.on_validation, r.method, r.link), []).append(r)
-        ordered = sorted(groups, key=lambda key: key[0])
-        return [Row.of(groups[key]) for key in ordered]
+        return [Row.over_seeds(group) for group in groups.values()]
 
-    def best(self, column: str) -> Row:
-        """Return the row with the best value of a metric."""
-        return self._best(self.rows(), column)
-
-    def _best(self, rows: Sequence[Row], column: str) -> Row:
+    def best(self, column: str, rows: Sequence[Row] | None = None) -> Row:
+        """Return the row with the best value of a metric, of these or of all."""
+        rows = self.rows() if rows is None else rows
         there = [row for row in rows if column in row.mean]
         if not there:
             known = ", ".join(self.columns) or "none"
@@ -265,24 +239,20 @@ class Report:
 
     def differences(self, column: str = "nll") -> dict[tuple[str, str], Difference]:
         """Return the distance of each row from the best of its group, by method and
-        link, for rows that have the metric.
+        link.
 
         Positive is worse. The interval is by a paired bootstrap over the test examples,
         after the mean over the seeds.
         """
-        rows, found = self.rows(), {}
-        self._best(rows, column)
-        for group in (False, True):
-            members = [row for row in rows if row.on_validation is group]
-            there = [row for row in members if column in row.mean]
-            for row in there:
-                best = self._best(there, column)
-                found[row.method, row.link] = difference(
-                    badness(column, row.mean[column]),
-                    badness(column, best.mean[column]),
-                    row.replicates.get(column),
-                    best.replicates.get(column),
-                )
+        rows, found = [row for row in self.rows() if column in row.mean], {}
+        self.best(column, rows)
+        for row in rows:
+            group = [r for r in rows if r.on_validation is row.on_validation]
+            best = self.best(column, group)
+            apart = badness(column, row.mean[column])
+            apart -= badness(column, best.mean[column])
+            pair = [r.replicates.get(column, []) for r in (row, best)]
+            found[row.method, row.link] = Difference.of(apart, *pair)
         return found
 
     def curves(self, name: str, link: str | None = None) -> dict[str, Any]:
@@ -299,79 +269,74 @@ class Report:
         found: dict[str, Any] = {}
         for r in self.results:
             if name in r.curves and (link is None or r.link in ("", link)):
-                named = f"{r.label} ({r.link})" if r.link and link is None else r.label
-                found.setdefault(named, r.curves[name])
+                label = r.label if link is not None else r.full_label
+                found.setdefault(label, r.curves[name])
         return found
 
-    # As text
-
-    def remarks(self) -> list[str]:
-        """Return what a reader should know besides the numbers."""
-        lines = [
-            f"{row.label}{f' ({row.link})' * bool(row.link)}: {text}"
-            for row in self.rows()
-            if (text := row.note if row.ok else row.status)
-        ]
-        if self.interrupted:
-            lines.append("Interrupted: the methods marked so have not been run.")
-        return list(dict.fromkeys(lines))
+    # Tables
 
     def table(self, columns: Sequence[str] | None = None) -> list[list[str]]:
-        """Return the table as texts, its header first; rows without numbers have their
-        status there."""
+        """Return the table as texts, its header first; a row without numbers is shorter
+        and ends with its status. Columns that say nothing are left out."""
         names = self.columns if columns is None else list(columns)
         known = [*self.columns, *(name + TO_BEST for name in self.columns)]
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise ValueError(
-                f"columns must be among {self.columns}, got {unknown[0]!r}."
-            )
-        rows = self.rows()
-        metrics = {name.removesuffix(TO_BEST) for name in names}
-        metrics = {name for name in metrics if not name.endswith("_s")}
-        found = {name: self.differences(name) for name in sorted(metrics)}
-        body = []
+            raise ValueError(f"columns must be among {known}, got {unknown[0]!r}.")
+        rows, body = self.rows(), []
+        apart = {name: self.differences(name) for name in self.columns if rows}
+        marked = [name for name in names if self._is_marked(name)]
         for row in rows:
-            cells = []
+            cells = [row.label, row.link, GROUPS[row.on_validation]]
             for name in names if row.ok else ():
-                metric = name.removesuffix(TO_BEST)
-                apart = found.get(metric, {}).get((row.method, row.link))
-                cells.append(_cell(row, name, apart))
-            status = row.status if len(row.status) < 80 else f"{row.status[:79]}…"
-            body.append(
-                [row.label, row.link, _group(row)] + (cells if row.ok else [status])
-            )
-        table = [["method", "link", "tuned on", *map(heading, names)], *body]
-        # Columns that say nothing are left out: without links, with one group.
-        kept = [0]
-        kept += [1] * any(row.link for row in rows)
+                found = apart[name.removesuffix(TO_BEST)].get((row.method, row.link))
+                if name.endswith(TO_BEST):
+                    cells.append(distance(name.removesuffix(TO_BEST), found))
+                    continue
+                star = name in marked and found is not None and not found.is_clear
+                cells.append(value(name, row) + "*" * star)
+            body.append(cells if row.ok else [*cells, f"{row.status:.100}"])
+        kept = [0, *[1] * any(row.link for row in rows)]
         kept += [2] * (len({row.on_validation for row in rows}) > 1)
-        return [[line[i] for i in kept] + line[3:] for line in table]
+        header = ["method", "link", "tuned on", *map(heading, names)]
+        return [[cells[i] for i in kept] + cells[3:] for cells in (header, *body)]
 
-    def choices(self) -> list[list[str]]:
-        """Return the table of settings: distance from the best, what was chosen on
-        which data, and its values."""
-        found = self.differences() if "nll" in self.columns else {}
+    def _is_marked(self, name: str) -> bool:
+        """Whether the best values of a column are marked: not where all are equal."""
+        rows = [row for row in self.rows() if name in row.mean]
+        scored = not name.endswith(("_s", TO_BEST)) and name != "width_95"
+        return scored and len({value(name, row) for row in rows}) > 1
+
+    def settings(self) -> list[list[str]]:
+        """Return the table of distances from the best, and of what was chosen."""
+        rows = [row for row in self.rows() if row.settings]
         table = [["method", "link", "NLL − best", "chosen on", "settings"]]
-        for row in self.rows():
-            if row.ok and row.settings:
-                apart = found.get((row.method, row.link))
-                where, values = chosen(row.settings)
-                text = _cell(row, "nll" + TO_BEST, apart)
-                table.append([row.label, row.link, text, where, values])
-        return table if len(table) > 1 else []
+        apart = self.differences() if "nll" in self.columns else {}
+        for row in rows:
+            gap = distance("nll", apart.get((row.method, row.link)))
+            where = row.settings["tuning"] if row.settings["chosen"] else "–"
+            table.append([row.label, row.link, gap, where, choices(row)])
+        return table if rows else []
+
+    def remarks(self) -> list[str]:
+        """Return what a reader should know besides the numbers."""
+        rows = self.rows()
+        lines = [f"{r.full_label}: {r.note if r.ok else r.status}" for r in rows]
+        lines = [line for line in lines if not line.endswith(": ")]
+        n = max((row.n_seeds for row in rows), default=1)
+        if n > 1:
+            lines.insert(0, f"Means ± standard errors over {n} seeds.")
+        if self.interrupted:
+            lines.append("Interrupted: the methods marked so have not been run.")
+        return lines
 
     def __str__(self) -> str:
         if not self.results:
             return "No results."
-        lines = [*_aligned(self.table()), STARS + self._seeds()]
-        if choices := self.choices():
-            lines += ["", *_aligned(choices), LEGEND]
+        lines = [*aligned(self.table()), STARS, ""]
+        if settings := self.settings():
+            lines += [*aligned(settings), LEGEND]
         return "\n".join([*lines, *self.remarks()])
-
-    def _seeds(self) -> str:
-        n = max((row.n_seeds for row in self.rows()), default=1)
-        return f"; mean ± standard error over {n} seeds" if n > 1 else ""
 
     def to_markdown(self, columns: Sequence[str] | None = None) -> str:
         """Return the table as GitHub Markdown.
@@ -379,47 +344,46 @@ class Report:
         `columns` picks some of `self.columns`, and distances from the best row of the
         group as '<metric>_to_best'; settings and remarks are left out then.
         """
-        table = _markdown(self.table(columns))
         if columns is not None:
-            return table
-        parts = [table, f"\\{STARS}{self._seeds()}."]
-        if choices := self.choices():
-            parts += [_markdown(choices), f"{LEGEND.replace('*', chr(92) + '*')}."]
-        remarks = "\n".join(f"- {line}" for line in self.remarks())
-        return "\n\n".join(filter(None, [*parts, remarks]))
+            return markdown(self.table(columns))
+        parts = [markdown(self.table()), f"\\{STARS}"]
+        if settings := self.settings():
+            parts += [markdown(settings), LEGEND.replace("*", "\\*")]
+        return "\n\n".join([*parts, *(f"- {line}" for line in self.remarks())])
 
     _repr_markdown_ = to_markdown
 
     def to_csv(self) -> str:
         """Return means with all digits, standard errors (`_se`), distances from the
-        best NLL with half-widths of their 95 % intervals, settings and status."""
-        errors = {name for row in self.rows() for name in row.error}
-        names = []
-        for name in self.columns:
-            names += [name, f"{name}_se"] if name in errors else [name]
-        found = self.differences() if "nll" in self.columns else {}
-        last = ["nll_to_best", "nll_to_best_ci95", "settings", "status", "note"]
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["method", "link", "tuned on", *names, *last])
+        best NLL, settings, status and notes."""
+        apart = self.differences() if "nll" in self.columns else {}
+        lines = []
         for row in self.rows():
-            values = row.mean | {f"{k}_se": v for k, v in row.error.items()}
-            apart = found.get((row.method, row.link))
-            gap = ["", ""] if apart is None else [apart.value, apart.half_width]
-            numbers = [values.get(name, "") for name in names]
-            settings = chosen(row.settings)[1]
-            texts = [settings, row.status, row.note]
-            writer.writerow([row.label, row.link, _group(row), *numbers, *gap, *texts])
+            line: dict[str, Any] = {"method": row.label, "link": row.link}
+            line["tuned on"] = GROUPS[row.on_validation]
+            for name in self.columns:
+                line[name] = row.mean.get(name)
+                if any(name in other.error for other in self.rows()):
+                    line[f"{name}_se"] = row.error.get(name)
+            found = apart.get((row.method, row.link))
+            line["nll_to_best"] = None if found is None else found.value
+            line["settings"] = choices(row) if row.settings else ""
+            lines.append({**line, "status": row.status, "note": row.note})
+        out = io.StringIO()
+        writer = csv.DictWriter(out, lines[0] if lines else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
         return out.getvalue()
+
+    # Files
 
     def to_html(
         self, path: str | os.PathLike[str], title: str = "Comparison of methods"
     ) -> Path:
         """Write the report as one page for a browser, and return where.
 
-        The file is complete in itself: tables, figures, what was tuned to which value,
-        what did not run and why, and where the numbers come from. The figures need
-        matplotlib (`pip install "laplace-ella[plots]"`).
+        The file loads nothing from anywhere. The figures need matplotlib
+        (`pip install "laplace-ella[plots]"`).
 
         Examples
         --------
@@ -429,24 +393,21 @@ class Report:
         ...     report.to_html(Path(folder) / "report.html").name
         'report.html'
         """
-        from laplace_ella.comparison.page import render
+        import jinja2
 
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, render(self, title))
-        return path
-
-    # As data
+        text = resources.files("laplace_ella.comparison").joinpath("report.html")
+        page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(
+            text.read_text(encoding="utf-8")
+        )
+        legends = {"stars": STARS, "legend": LEGEND, "title": title}
+        rendered = page.render(report=self, figures=dict(figures(self)), **legends)
+        write(Path(path), rendered)
+        return Path(path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for `json.dumps`; `Report.from_dict` reads it."""
-        return {
-            "format": 2,
-            "likelihood": self.likelihood,
-            "interrupted": self.interrupted,
-            "origin": self.origin,
-            "results": [finite(asdict(r)) for r in self.results],
-        }
+        results = [finite(asdict(r)) for r in self.results]
+        return {"format": 2, **vars(self), "results": results}
 
     @classmethod
     def from_dict(cls, data: Any) -> Report:
@@ -454,14 +415,12 @@ class Report:
         if not isinstance(data, Mapping) or data.get("format") != 2:
             got = data.get("format") if isinstance(data, Mapping) else type(data)
             raise ValueError(f"Expected a comparison report of format 2, got {got}.")
-        results = [result_of(entry) for entry in data["results"]]
-        origin = data.get("origin", {})
-        return cls(results, data["likelihood"], data["interrupted"], origin)
+        results = [Result.of(each) for each in data["results"]]
+        return cls(results, data["likelihood"], data["interrupted"], data["origin"])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON; the file is replaced when the new one is ready."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        replace_file(Path(path), json.dumps(self.to_dict(), indent=0))
+        write(Path(path), json.dumps(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -470,36 +429,29 @@ class Report:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError) as error:  # also what is no JSON
             raise ValueError(
-                f"{os.fspath(path)} is not a comparison report: {error} Delete the "
-                "file or choose another."
+                f"{path} is not a comparison report: {error} Choose another file."
             ) from error
 
 
-def result_of(entry: Any) -> Result:
-    """Return a result from its dict; fields of later versions are left out."""
-    if not isinstance(entry, Mapping) or "method" not in entry:
-        raise ValueError(f"Expected a result with a 'method', got {entry!r:.80}.")
-    return Result(**{f.name: entry[f.name] for f in fields(Result) if f.name in entry})
-
-
-def finite(value: Any) -> Any:
-    """Return the value with None for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
-    unknown = isinstance(value, float) and not math.isfinite(value)
-    return None if unknown else value
-
-
-def replace_file(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     """Replace a file when the new one is complete; several processes may do so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def finite(content: Any) -> Any:
+    """Return the content with None for numbers that JSON does not have."""
+    if isinstance(content, dict):
+        return {key: finite(each) for key, each in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [finite(each) for each in content]
+    unknown = isinstance(content, float) and not math.isfinite(content)
+    return None if unknown else content
 
 
 # Cells
@@ -514,65 +466,89 @@ def heading(column: str) -> str:
     return HEADINGS.get(column, column)
 
 
-def number(column: str, value: float | None) -> str:
+def number(column: str, x: float | None) -> str:
     """Return a number with the digits that its column deserves; '–' for none."""
-    if value is None or math.isnan(value):
+    if x is None or math.isnan(x):
         return "–"
     if column.endswith("_s"):
-        return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+        return f"{x:.2f}" if x < 10 else f"{x:.0f}"
     if column.startswith("coverage_") or column == "accuracy":
-        return f"{100 * value:.1f}"
+        return f"{100 * x:.1f}"
     if column == "ece" or column.startswith("auroc"):
-        return f"{value:.3f}"
-    return f"{value:.4f}" if abs(value) < 100 else f"{value:.3g}"
+        return f"{x:.3f}"
+    return f"{x:.4f}" if abs(x) < 100 else f"{x:.3g}"
 
 
-def _cell(row: Row, column: str, apart: Difference | None) -> str:
-    """Return a value with its standard error, starred unless it is clearly worse; or a
-    distance with its interval."""
-    if column.endswith(TO_BEST):
-        metric = column.removesuffix(TO_BEST)
-        text = number(metric, None if apart is None else apart.value)
-        width = apart.half_width if apart is not None and apart.value else None
-        return text if width is None else f"{text} ± {number(metric, width)}"
+def value(column: str, row: Row) -> str:
+    """Return a row's number, with its standard error."""
     text = number(column, row.mean.get(column))
     if column in row.error and not column.endswith("_s"):
         text += f" ± {number(column, row.error[column])}"
-    return text if apart is None or apart.is_clear else f"{text}*"
+    return text
 
 
-def _group(row: Row) -> str:
-    return "validation data" if row.on_validation else "training data"
+def distance(column: str, found: Difference | None) -> str:
+    """Return a distance with half of its interval."""
+    text = number(column, None if found is None else found.value)
+    if found is None or not found.value or found.half_width is None:
+        return text
+    return f"{text} ± {number(column, found.half_width)}"
 
 
-def chosen(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Return on which data settings were chosen, and these with their values."""
-    names = settings.get("chosen") or ()
-    if not names:
-        return "–", "–"
-    values = [f"{SYMBOLS[name]} = {settings[name]:.3g}" for name in names]
-    return settings["tuning"], ", ".join(values) + "*" * settings["at_border"]
+def choices(row: Row) -> str:
+    """Return the settings that were chosen, with their values."""
+    found = row.settings
+    texts = [f"{SYMBOLS[name]} = {found[name]:.3g}" for name in found["chosen"]]
+    return (", ".join(texts) or "–") + "*" * found.get("at_border", False)
 
 
-def _aligned(table: list[list[str]]) -> list[str]:
+def aligned(table: list[list[str]]) -> list[str]:
     """Return the lines of a table; a status may be longer than its column."""
-    full = [line for line in table if len(line) == len(table[0])]
-    widths = [max(len(line[i]) for line in full) for i in range(len(table[0]))]
-    for line in table:
-        widths[0] = max(widths[0], len(line[0]))
+    n = len(table[0])
+    columns = [[c[i] for c in table if len(c) in (n, i + 2)] for i in range(n)]
+    widths = [max(map(len, column)) for column in columns]
     lines = [
-        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=False)).rstrip()
-        for line in table
+        "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=False)).rstrip()
+        for cells in table
     ]
-    return [lines[0], "─" * max(len(lines[0]), sum(widths)), *lines[1:]]
+    return [lines[0], "─" * (sum(widths) + 2 * n - 2), *lines[1:]]
 
 
-def _markdown(table: list[list[str]]) -> str:
-    texts = ("method", "link", "tuned on", "chosen on", "settings")
-    align = ["---" if name in texts else "---:" for name in table[0]]
-    lines = []
-    for cells in [table[0], align, *table[1:]]:
-        cells = [c.replace("|", "\\|") for c in cells]
-        cells += [""] * (len(table[0]) - len(cells))
-        lines.append("| " + " | ".join(cells) + " |")
+def markdown(table: list[list[str]]) -> str:
+    """Return a table as GitHub Markdown."""
+    n, lines = len(table[0]), []
+    for cells in [table[0], ["---"] * n, *table[1:]]:
+        cells = [c.replace("|", "\\|") for c in cells] + [""] * (n - len(cells))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def figures(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield captions and data addresses of the figures; none without matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    drawn: dict[str, Any] = {}
+    if "nll" in report.columns:
+        rows = {(row.method, row.link): row.full_label for row in report.rows()}
+        apart = {rows[key]: found for key, found in report.differences().items()}
+        caption = "Distance from the best NLL of the group, with 95 % intervals"
+        drawn[caption] = plotting.plot_differences, apart
+    if {"nll", "predict_s"} <= set(report.columns):
+        drawn["Cost against quality"] = plotting.plot_cost_quality, report
+    for name, plot in (
+        ("reliability", plotting.plot_reliability),
+        ("coverage", plotting.plot_coverage),
+    ):
+        if report.curves(name):
+            drawn[name.capitalize()] = plot, report
+    for caption, (plot, data) in drawn.items():
+        figure, svg = Figure(figsize=(8, 4.5), layout="constrained"), io.BytesIO()
+        plot(data, figure.add_subplot())
+        # Without salt and date the same report would be another file each time.
+        with matplotlib.rc_context({"svg.hashsalt": "laplace-ella"}):
+            figure.savefig(svg, format="svg", metadata={"Date": None})
+        encoded = base64.b64encode(svg.getvalue()).decode()
+        yield caption, f"data:image/svg+xml;base64,{encoded}"
