@@ -156,10 +156,7 @@ def _compare(args: argparse.Namespace) -> int:
         task["reference"] = None
     if "test_loader" not in task:
         raise Mistake(f"{args.target} must return 'test_loader' as well.")
-    try:
-        report = compare(**task, progress_bar=not args.quiet)
-    except (ValueError, TypeError) as error:
-        raise Mistake(str(error)) from error
+    report = compare(**task, progress_bar=not args.quiet)
     texts = {
         "table": report.__str__,
         "markdown": report.to_markdown,
@@ -198,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return {"compare": _compare, "doctor": _doctor}[args.command](args)
     except KeyboardInterrupt:
         return 130
-    except Mistake as error:
+    except (Mistake, TypeError, ValueError) as error:
         if args.debug:
             raise
         print(f"laplace-ella: {error}", file=sys.stderr)

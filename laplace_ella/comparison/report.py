@@ -216,9 +216,10 @@ class Report:
     @property
     def columns(self) -> list[str]:
         """Metrics, then costs, in the order of the table."""
+        there = {name for row in self.rows() for name in row.mean}
         names = [name for r in self.results for name in r.metrics]
         names += [name for r in self.results for name in r.costs]
-        return list(dict.fromkeys(names))
+        return [name for name in dict.fromkeys(names) if name in there]
 
     def rows(self) -> list[Row]:
         """Return one `Row` per method and link: those without validation data, then

@@ -1,0 +1,722 @@
+"""`compare`: every row is what its method gives by hand, failures are rows, the cache
+knows what is the same, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from laplace import Laplace
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from laplace_ella import Method, available_methods, compare, metrics
+from laplace_ella.comparison import bootstrap, doctor, grid_search, run
+from laplace_ella.tuning.temperature import temperature_scaling
+from tests.dense import centered_probit
+
+KNOWN = available_methods()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:By default `link_approx`"),
+    pytest.mark.filterwarnings("ignore::laplace_ella.errors.RankWarning"),
+    pytest.mark.filterwarnings("ignore::laplace_ella.errors.BorderWarning"),
+]
+
+N_TRAIN, N_VAL = 30, 60
+
+
+def trained(model, loss, x, y):
+    optimizer = torch.optim.Adam(model.parameters(), 2e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss(model(x[:N_TRAIN]), y[:N_TRAIN]).backward()
+        optimizer.step()
+    return model.eval()
+
+
+class Task:
+    """A trained network and its data."""
+
+    def __init__(self, likelihood):
+        torch.manual_seed(0)
+        x = torch.randn(170, 2)
+        noise = torch.randn(170, 2)
+        self.likelihood = likelihood
+        if likelihood == "classification":
+            y = (x[:, 0] + 0.8 * noise[:, 0] > 0).long() + (x[:, 1] > 0).long()
+            loss, n_out = nn.functional.cross_entropy, 3
+        else:
+            y = torch.stack([x.sum(-1), x[:, 0].sin()], -1) + 0.3 * noise
+            loss, n_out = nn.functional.mse_loss, 2
+        model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, n_out))
+        self.model = trained(model, loss, x, y)
+        parts = slice(0, N_TRAIN), slice(N_TRAIN, N_TRAIN + N_VAL), slice(90, None)
+        self.train, self.val, self.test = ((x[part], y[part]) for part in parts)
+
+    def loaders(self, val=True):
+        found = {"train_loader": self.train, "test_loader": self.test}
+        found |= {"val_loader": self.val} if val else {}
+        return {k: DataLoader(TensorDataset(*v), 20) for k, v in found.items()}
+
+    def compare(self, methods, val=True, **kwargs):
+        options = {
+            "links": ["probit"],
+            "n_samples": 32,
+            "n_steps": 10,
+            "grid_size": 5,
+            "reference": None,
+            "progress_bar": False,
+        }
+        options |= {"model": self.model, **self.loaders(val), **kwargs}
+        return compare(likelihood=self.likelihood, methods=methods, **options)
+
+    def laplace(self, method, **kwargs):
+        la = Laplace(
+            copy.deepcopy(self.model), self.likelihood, **{**method.kwargs, **kwargs}
+        )
+        la.fit(self.loaders()["train_loader"])
+        return la
+
+    def scores(self, prediction, noise=0.0):
+        y = self.test[1]
+        if self.likelihood == "classification":
+            return metrics.classification_metrics(prediction, y)
+        mean, covariance = prediction
+        variance = covariance.diagonal(dim1=-2, dim2=-1) + noise**2
+        return metrics.regression_metrics(mean.detach(), variance.detach(), y)
+
+
+@pytest.fixture(scope="module")
+def classes():
+    return Task("classification")
+
+
+@pytest.fixture(scope="module")
+def values():
+    return Task("regression")
+
+
+def settings_of(result, *names):
+    return {name: result.settings[name] for name in names}
+
+
+# Rows are what their methods give by hand
+
+
+@pytest.mark.parametrize("likelihood", ["classes", "values"])
+def test_every_method_is_a_row_with_finite_scores(likelihood, request):
+    task = request.getfixturevalue(likelihood)
+    report = task.compare(None)
+    gone = {"gp-ella"}  # not in laplace-torch 0.2
+    names = [m for m in KNOWN if likelihood == "classes" or m != "temperature"]
+    assert [r.method for r in report] == names
+    for row in report:
+        assert row.ok or row.method in gone, (row.method, row.status)
+        assert all(map(math.isfinite, row.metrics.values()))
+    without = task.compare(None, val=False)
+    assert not any(r.on_validation for r in without)
+    assert {"map", "exact", "kron", "last-layer-full"} <= {r.method for r in without}
+
+
+LAPLACE = ["full", "kron", "diag", "last-layer-full", "last-layer-kron"]
+
+
+@pytest.mark.parametrize("name", LAPLACE)
+def test_rows_of_laplace_torch_by_its_evidence(classes, values, name):
+    method = KNOWN[name]
+    (row,) = classes.compare([name], val=False)
+    la = classes.laplace(method)
+    la.optimize_prior_precision("glm", n_steps=10, prior_structure="scalar")
+    expected = classes.scores(la(classes.test[0], link_approx="probit"))
+    assert row.metrics == pytest.approx(expected, abs=1e-5)
+    assert row.settings["prior_precision"] == pytest.approx(float(la.prior_precision))
+    (row,) = values.compare([name], val=False, sigma_noise=0.4)
+    la = values.laplace(method, sigma_noise=0.4)
+    la.optimize_prior_precision("glm", n_steps=10, prior_structure="scalar")
+    expected = values.scores(la(values.test[0]), noise=0.4)
+    assert row.metrics == pytest.approx(expected, rel=1e-4)
+
+
+def test_noise_of_a_regression_is_chosen_by_the_evidence(values):
+    """Jointly with the prior, by each method; the network alone has its residual."""
+    x, y = values.train
+    residual = metrics.rmse(values.model(x).detach(), y)
+    report = values.compare(["map", "full", "exact"], val=False, n_steps=200)
+    rows = {r.method: r for r in report}
+    assert rows["map"].settings["sigma_noise"] == pytest.approx(residual, rel=1e-5)
+    expected = values.scores(
+        (values.model(values.test[0]), torch.zeros(80, 2, 2)), noise=residual
+    )
+    assert rows["map"].metrics == pytest.approx(expected, rel=1e-5)
+    la = values.laplace(KNOWN["full"])
+    chosen = settings_of(rows["full"], "prior_precision", "sigma_noise")
+    assert rows["full"].settings["chosen"] == list(chosen)
+    prior, noise = (torch.tensor(v).log().requires_grad_() for v in chosen.values())
+    la.log_marginal_likelihood(prior.exp(), noise.exp()).backward()
+    assert abs(float(prior.grad)) < 0.05
+    assert abs(float(noise.grad)) < 0.05
+    # The same model by another way, and another optimiser.
+    for name, value in chosen.items():
+        assert rows["exact"].settings[name] == pytest.approx(value, rel=0.02)
+
+
+@pytest.mark.parametrize("link", ["probit", "mc"])
+def test_rows_of_this_package(classes, link):
+    la = classes.laplace(KNOWN["exact"], seed=0)
+    la.optimize_prior_precision(n_steps=10, link_approx=link, n_samples=32)
+    torch.manual_seed(0)
+    x = classes.test[0].split(20)
+    probs = torch.cat([la(part, link_approx=link, n_samples=32) for part in x])
+    (row,) = classes.compare(["exact"], val=False, links=[link])
+    assert row.metrics == pytest.approx(classes.scores(probs), abs=1e-4)
+
+    data = classes.loaders()["val_loader"]
+    la = classes.laplace(KNOWN["ella-calibrated"], seed=0)
+    found = la.optimize_calibration(data, link_approx=link, n_samples=32)
+    (row,) = classes.compare(["ella-calibrated"], links=[link])
+    for name in ("prior_precision", "temperature", "softmax_temperature"):
+        assert row.settings[name] == pytest.approx(getattr(found, name), rel=1e-3)
+        assert name in row.settings["chosen"]
+    assert row.on_validation
+
+
+def test_map_and_temperature_scaling(classes):
+    far = {"far": DataLoader(TensorDataset(5 + torch.randn(24, 2)), 10)}
+    network, scaled = classes.compare(["map", "temperature"], ood_loaders=far)
+    with torch.no_grad():
+        f, f_val = (classes.model(x) for x in (classes.test[0], classes.val[0]))
+        f_far = classes.model(far["far"].dataset.tensors[0])
+    tau = temperature_scaling(f_val, classes.val[1])
+    assert scaled.settings["softmax_temperature"] == pytest.approx(tau)
+    for row, t in ((network, 1.0), (scaled, tau)):
+        p, p_far = (torch.softmax(each / t, -1) for each in (f, f_far))
+        scores = map(metrics.entropy, (p, p_far))
+        expected = {**classes.scores(p), "auroc:far": metrics.ood_auroc(*scores)}
+        assert row.metrics == pytest.approx(expected, abs=1e-6)
+    curve = metrics.error_versus_confidence(f.softmax(-1), classes.test[1])
+    assert network.curves["error_below"]["error"] == pytest.approx(curve.error)
+
+
+def test_early_stopping_and_tempering(classes):
+    tempered = Method("tempered", KNOWN["ella-paper"].kwargs, tune="temperature")
+    stopped, other = classes.compare([KNOWN["ella-paper"], tempered])
+    assert stopped.settings["chosen"] == ["n_data"]
+    assert 0 < stopped.settings["n_data"] <= N_TRAIN
+    assert other.settings["chosen"] == ["prior_precision", "temperature"]
+
+
+@pytest.mark.parametrize("name", [*LAPLACE[:3], "last-layer-full"])
+@pytest.mark.parametrize("link", ["probit", "bridge"])
+def test_the_grid_search_is_laplace_torchs(classes, name, link):
+    method = Method("m", KNOWN[name].kwargs, tune="gridsearch")
+    (row,) = classes.compare([method], links=[link], grid_size=9)
+    la = classes.laplace(method)
+    la.optimize_prior_precision(
+        pred_type="glm",
+        method="gridsearch",
+        val_loader=classes.loaders()["val_loader"],
+        loss=lambda p, y: torch.tensor(metrics.nll(p, y)),
+        link_approx=link,
+        grid_size=9,
+    )
+    chosen = row.settings["prior_precision"]
+    assert chosen == pytest.approx(float(la.prior_precision), rel=1e-4)
+    expected = classes.scores(la(classes.test[0], link_approx=link))
+    assert row.metrics == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", LAPLACE)
+@pytest.mark.parametrize("link", ["probit", "probit_centered"])
+def test_a_calibrated_row_is_what_its_settings_give(classes, name, link):
+    method = Method("m", KNOWN[name].kwargs, tune="calibration")
+    (row,) = classes.compare([method], links=[link])
+    names = ("prior_precision", "temperature")
+    assert row.settings["chosen"] == [*names, "softmax_temperature"]
+    la = classes.laplace(method, **settings_of(row, *names))
+    mean, covariance = (t.double() for t in grid_search.moments(la, classes.test[0]))
+    tau = row.settings["softmax_temperature"]
+    if link == "probit":
+        variance = covariance.diagonal(dim1=-2, dim2=-1) / tau**2
+        p = torch.softmax(mean / tau / (1 + math.pi / 8 * variance).sqrt(), -1)
+    else:
+        p = centered_probit(mean / tau, covariance / tau**2)
+    assert row.metrics["nll"] == pytest.approx(classes.scores(p)["nll"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["kron", "last-layer-full"])
+def test_a_calibrated_regression_is_what_its_settings_give(values, name):
+    method = Method("m", KNOWN[name].kwargs, tune="calibration")
+    (row,) = values.compare([method], sigma_noise=1.5)
+    names = ("prior_precision", "temperature", "sigma_noise")
+    chosen = settings_of(row, *names)
+    assert row.settings["chosen"] == list(names)
+    assert 0.1 < chosen["sigma_noise"] < 1.0
+    la = values.laplace(method, **chosen)
+    expected = values.scores(la(values.test[0]), noise=chosen["sigma_noise"])
+    assert row.metrics["nll"] == pytest.approx(expected["nll"], rel=1e-3)
+
+
+def test_calibrated_rows_are_not_above_temperature_scaling(classes):
+    """On the data of the choice; with three settings against one."""
+    names = ["temperature", "ella-calibrated", "diag-calibrated", "kron-calibrated"]
+    data = classes.loaders()["val_loader"]
+    first, *others = classes.compare(names, test_loader=data)
+    for row in others:
+        assert row.metrics["nll"] <= first.metrics["nll"] + 1e-4, row.method
+
+
+@pytest.mark.parametrize("name", ["exact", "ella-paper", "diag-calibrated"])
+def test_links_share_the_fit_and_are_tuned_apart(classes, name):
+    links = ["mc", "probit", "probit_centered"]
+    together = classes.compare([name], links=links)
+    assert [r.link for r in together] == links
+    assert len({r.metrics["nll"] for r in together}) == 3
+    for link, row in zip(links, together, strict=True):
+        (alone,) = classes.compare([name], links=[link])
+        assert row.metrics == pytest.approx(alone.metrics, rel=1e-4)
+
+
+def test_divergence_from_the_reference(values):
+    kwargs = {"sigma_noise": 0.3, "val": False}
+    report = values.compare(
+        ["map", "full", "kron", "exact"], reference="full", **kwargs
+    )
+    kls = {r.method: r.metrics.get("kl_to_lla") for r in report}
+    assert kls["map"] is None
+    assert kls["full"] == pytest.approx(0, abs=1e-6)
+    assert kls["exact"] == pytest.approx(0, abs=1e-2)
+    prediction = []
+    for name in ("kron", "full"):
+        la = values.laplace(KNOWN[name], sigma_noise=0.3)
+        la.optimize_prior_precision("glm", n_steps=10, prior_structure="scalar")
+        prediction += [t.detach().double() for t in la(values.test[0])]
+    expected = metrics.gaussian_kl(*prediction)
+    assert kls["kron"] == pytest.approx(expected, rel=1e-3)
+    (alone,) = values.compare(["kron"], reference="full", **kwargs)
+    assert alone.metrics["kl_to_lla"] == pytest.approx(kls["kron"], rel=1e-4)
+    broken = Method("broken", {"hessian_structure": "magic"})
+    (row,) = values.compare(["kron"], reference=broken, **kwargs)
+    assert row.ok
+    assert "no KL: broken failed" in row.note
+
+
+def test_seeds_are_reproducible_and_data_paired(classes):
+    shuffled = DataLoader(TensorDataset(*classes.test), 20, shuffle=True)
+    kwargs = {"links": ["mc"], "test_loader": shuffled, "val": False}
+    report = classes.compare(["map", "ella"], seeds=[0, 1], **kwargs)
+    first, second = report["map"]
+    assert first.replicates == second.replicates
+    assert len({r.metrics["nll"] for r in report["ella"]}) == 2
+    (again,) = classes.compare(["ella"], seeds=1, **kwargs)
+    assert again.metrics == pytest.approx(report["ella"][1].metrics, rel=1e-5)
+
+
+class Stream(IterableDataset):
+    """Examples one after the other, without a length."""
+
+    def __init__(self, pairs):
+        self.pairs = pairs
+
+    def __iter__(self):
+        return iter(zip(*self.pairs, strict=True))
+
+
+def test_data_without_a_length_and_small_batches(classes, monkeypatch):
+    names = ["map", "kron", "diag", "ella", "temperature"]
+    expected = classes.compare(names)
+    data = {"train": classes.train, "val": classes.val, "test": classes.test}
+    streams = {f"{k}_loader": DataLoader(Stream(v), 20) for k, v in data.items()}
+    for change in ({"kwargs": streams}, {"fast": 1}):
+        with monkeypatch.context() as patch:
+            patch.setattr(doctor, "FAST", change.get("fast", doctor.FAST))
+            report = classes.compare(names, **change.get("kwargs", {}))
+        for row, want in zip(report, expected, strict=True):
+            assert row.ok, row.status
+            assert row.metrics == pytest.approx(want.metrics, abs=1e-5)
+
+
+def test_outputs_at_positions():
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, 3, 1)
+    x, y = torch.randn(8, 1, 2, 5), torch.randint(3, (8, 2, 5))
+    y[0, 0] = -100
+    loader = DataLoader(TensorDataset(x, y), 4)
+    names = ["map", "ella", "kron", "temperature"]
+    report = compare(
+        model, "classification", loader, loader, loader, methods=names, n_steps=3,
+        links=["probit"], output_layout="channels_first", progress_bar=False,
+    )  # fmt: skip
+    status = {r.method: r.ok for r in report}
+    assert status == {"map": True, "ella": True, "kron": False, "temperature": True}
+    p = model(x).softmax(1).permute(0, 2, 3, 1).reshape(-1, 3).detach()
+    known = y.flatten() != -100
+    expected = metrics.nll(p[known], y.flatten()[known])
+    assert report["map"][0].metrics["nll"] == pytest.approx(expected, rel=1e-5)
+
+
+# Failures are rows
+
+
+def test_layers_that_a_method_does_not_support_are_left_out(classes):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(2, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)
+    )
+    report = classes.compare(["kron", "diag"], model=model, val=False)
+    kron, diag = report
+    assert (kron.left_out, diag.left_out) == ("BatchNorm1d", "")
+    assert kron.label == "kron (without BatchNorm1d)"
+    assert "Found parameters in un-supported layers" in kron.note
+    assert "kron (without BatchNorm1d)" in str(report)
+    assert all(p.requires_grad for p in model.parameters())
+    model.eval()[1].requires_grad_(False)
+    la = Laplace(copy.deepcopy(model), "classification", "all", "kron")
+    la.fit(classes.loaders()["train_loader"])
+    la.optimize_prior_precision("glm", n_steps=10, prior_structure="scalar")
+    expected = classes.scores(la(classes.test[0]))
+    assert kron.metrics == pytest.approx(expected, abs=1e-5)
+    model[1].requires_grad_(True)
+
+
+def test_failures_are_rows_with_a_reason(classes, values, monkeypatch):
+    def row(method, task=classes, **kwargs):
+        return task.compare([method], **kwargs).results[0]
+
+    assert row("temperature", val=False).status == "skipped: needs a val_loader"
+    assert row("diag-calibrated", val=False).status == "skipped: needs a val_loader"
+    assert row("temperature", values).status.startswith("not supported")
+    assert (
+        "skipped: needs 26 kB, more than 10 kB"
+        == row("full", memory_budget=10_000).status
+    )
+    stopped = Method("m", KNOWN["diag"].kwargs, tune="early_stopping")
+    assert row(stopped).status.startswith("not supported: early_stopping")
+    broken = Method("m", {**KNOWN["diag"].kwargs, "nonsense": 1})
+    assert row(broken).status.startswith("failed: TypeError")
+    model = nn.Sequential(nn.Linear(2, 3), nn.Threshold(-math.inf, math.nan))
+    model[0].bias.data[:] = math.nan
+    assert row("map", model=model).status.startswith("failed: ValueError")
+    grid = Method("m", KNOWN["diag"].kwargs, tune="gridsearch")
+    given = row(grid, val=False, prior_precision=2.0)
+    assert given.note == "the prior precision is as given"
+    assert not given.on_validation
+    assert given.settings["prior_precision"] == 2.0
+    monkeypatch.setattr(
+        run, "fit_method", lambda *_: (_ for _ in ()).throw(MemoryError("no room"))
+    )
+    assert row("diag").status == "out of memory: no room"
+
+
+def test_a_failure_of_one_link_keeps_the_others(classes, monkeypatch):
+    original = run.scored
+
+    def failing(task, fitted, test, row):
+        if row.link == "mc":
+            raise RuntimeError("not positive definite")
+        return original(task, fitted, test, row)
+
+    monkeypatch.setattr(run, "scored", failing)
+    report = classes.compare(["diag"], links=["mc", "probit"])
+    status = [r.status for r in report]
+    assert status == ["failed: RuntimeError: not positive definite", "ok"]
+
+
+def test_interruption_keeps_what_is_finished(classes, monkeypatch, tmp_path):
+    original = run.fit_method
+
+    def interrupted(task, method, seed):
+        if method.name == "diag":
+            raise KeyboardInterrupt
+        return original(task, method, seed)
+
+    names = ["map", "diag", "last-layer-diag"]
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "fit_method", interrupted)
+        report = classes.compare(names, cache=tmp_path)
+    assert report.interrupted
+    assert [r.status for r in report] == ["ok", "interrupted", "interrupted"]
+    assert "Interrupted" in str(report)
+    assert all(r.ok for r in classes.compare(names, cache=tmp_path))
+
+
+def test_warnings_of_a_row_are_its_note(classes):
+    ours = {**KNOWN["ella"].kwargs, "n_eigenvalues": 500}
+    narrow = {"log_prior_prec_min": 3, "log_prior_prec_max": 4}
+    kwargs = KNOWN["diag"].kwargs
+    border = Method("m", kwargs, tune="gridsearch", tune_kwargs=narrow)
+    report = classes.compare([Method("many", ours), border])
+    assert "n_eigenvalues=500 exceeds the usable rank" in report["many"][0].note
+    row = report["m"][0]
+    assert row.settings["at_border"]
+    assert "The best prior precision, 1e+03, is at the border" in row.note
+    assert "δ = 1e+03*" in str(report)
+
+
+# The cache
+
+
+@pytest.fixture
+def cached(classes, tmp_path, monkeypatch):
+    """Compare with a cache, and return which methods were fitted."""
+    tried = []
+    original = run.fit_method
+
+    def spy(task, method, seed):
+        tried.append(method.name)
+        return original(task, method, seed)
+
+    monkeypatch.setattr(run, "fit_method", spy)
+
+    def call(methods=("map", "diag"), **kwargs):
+        tried.clear()
+        report = classes.compare(list(methods), cache=tmp_path / "rows", **kwargs)
+        assert all(r.ok for r in report), [r.status for r in report]
+        return list(tried), report
+
+    return call
+
+
+def test_the_same_again_is_read(cached, classes):
+    tried, first = cached()
+    assert tried == ["map", "diag"]
+    torch.manual_seed(123)
+    tried, again = cached(model=copy.deepcopy(classes.model).train())
+    assert tried == []
+    assert list(again) == list(first)
+    renamed = [Method("another name", KNOWN["diag"].kwargs)]
+    tried, report = cached(methods=renamed)
+    assert (tried, report.results[0].method) == ([], "another name")
+    assert cached(links=["probit", "bridge"])[0] == ["diag"]
+
+
+class Augmented(Dataset):
+    """Inputs with noise that is drawn anew in every pass."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        return torch.randn(2) + random.random(), i % 3
+
+
+SLOPE = 1.0
+
+
+class Global(nn.Module):
+    """A model that computes with a number of its module."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return SLOPE * self.inner(x)
+
+
+def test_what_differs_is_computed_again(cached, classes, monkeypatch):
+    cached()
+    both = ["map", "diag"]
+    for name, index in (("train_loader", 0), ("val_loader", 1), ("test_loader", 1)):
+        changed = {k: copy.deepcopy(v) for k, v in classes.loaders().items()}
+        tensor = changed[name].dataset.tensors[index]
+        tensor[-1] = tensor[-1] + 1 if index == 0 else (tensor[-1] + 1) % 3
+        assert cached(**changed)[0] == both
+    model = copy.deepcopy(classes.model)
+    model[0].weight.data[0, 0] += 1e-6
+    assert cached(model=model)[0] == both
+    model = copy.deepcopy(classes.model)
+    model[0].requires_grad_(False)
+    assert cached(model=model)[0] == both
+    model = nn.Sequential(classes.model[0], nn.ReLU(), classes.model[2])
+    assert cached(model=model)[0] == both
+    assert cached(n_bins=10, methods=["map"])[0] == ["map"]
+    assert cached(seeds=[0, 1], methods=["map"])[0] == ["map"]
+    prior = Method("diag", {**KNOWN["diag"].kwargs, "prior_precision": 2.0})
+    assert cached(methods=[prior])[0] == ["diag"]
+    augmented = {"train_loader": DataLoader(Augmented(), 8, shuffle=True)}
+    assert cached(**augmented)[0] == both
+    assert cached(**augmented)[0] == []
+    model = Global()
+    assert cached(model=model, methods=["map"])[0] == ["map"]
+    assert cached(model=model, methods=["map"])[0] == []
+    monkeypatch.setattr(sys.modules[__name__], "SLOPE", 2.0)
+    assert cached(model=model, methods=["map"])[0] == ["map"]
+
+
+def test_what_is_no_row_is_computed_again(cached, classes, tmp_path):
+    cached()
+    for path in (tmp_path / "rows").iterdir():
+        path.write_text(json.dumps([1]) if random.random() < 0.5 else "{")
+    assert cached()[0] == ["map", "diag"]
+    assert cached()[0] == []
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match="must be a folder"):
+        classes.compare(["map"], cache=file)
+
+
+def test_a_full_disk_is_a_warning(classes, tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("laplace_ella.comparison.compare.write", full)
+    with pytest.warns(UserWarning, match=r"map could not be stored .* No space left"):
+        (row,) = classes.compare(["map"], cache=tmp_path)
+    assert row.ok
+
+
+def test_two_at_once_lose_nothing(classes, tmp_path, monkeypatch):
+    """A second comparison with the same cache comes in between the first one's rows."""
+    original, others = run.fit_method, [["map", "last-layer-diag"]]
+
+    def interrupted(task, method, seed):
+        if others:
+            assert all(r.ok for r in classes.compare(others.pop(), cache=tmp_path))
+        return original(task, method, seed)
+
+    monkeypatch.setattr(run, "fit_method", interrupted)
+    assert all(r.ok for r in classes.compare(["map", "diag"], cache=tmp_path))
+    names = [path.name for path in tmp_path.iterdir()]
+    assert all(name.endswith(".json") and name[0] != "." for name in names)
+    methods = [json.loads(path.read_text())["method"] for path in tmp_path.iterdir()]
+    assert sorted(methods) == ["diag", "last-layer-diag", "map"]
+
+
+# What is the user's, and mistakes
+
+
+def test_nothing_of_the_users_is_touched(classes, capsys):
+    model = copy.deepcopy(classes.model).train()
+    nn.functional.cross_entropy(model(classes.train[0]), classes.train[1]).backward()
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(*classes.train)
+    train = DataLoader(data, 20, shuffle=True, generator=generator)
+
+    def state():
+        return (
+            torch.get_rng_state().tolist(),
+            np.random.get_state()[1].tolist(),  # noqa: NPY002
+            random.getstate(),
+            generator.get_state().tolist(),
+            [
+                (n, p.data.tolist(), p.grad.tolist())
+                for n, p in model.named_parameters()
+            ],
+            [(n, m.training, sorted(vars(m))) for n, m in model.named_modules()],
+        )
+
+    before = state()
+    names = ["map", "last-layer-kron", "gp-ella", "ella", "diag-calibrated", "nope"]
+    methods = {n: KNOWN.get(n, {"hessian_structure": "magic"}) for n in names}
+    report = classes.compare(
+        methods, model=model, train_loader=train, progress_bar=True
+    )
+    assert state() == before
+    assert not report["nope"][0].ok
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()  # one for each row, which a log file keeps
+    assert len(lines) == len(names)
+    assert "2 of 6: last-layer-kron (probit): NLL" in lines[1]
+    assert "\r" not in err
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"methods": ["nope"]}, "Unknown method 'nope'. Known: map"),
+        ({"methods": ["map", "map"]}, "map more than once"),
+        ({"methods": []}, "at least one; got none"),
+        ({"links": ["logit"]}, "links must be one of"),
+        ({"links": ["mc", "mc"]}, "links must differ"),
+        ({"seeds": []}, "seeds must differ and be at least one"),
+        ({"n_samples": 0}, "n_samples must be a positive integer"),
+        ({"prior_precision": -1.0}, "prior_precision must be positive"),
+        ({"memory_budget": "many"}, "memory_budget must be bytes"),
+        ({"test_loader": None}, "test_loader must be a DataLoader"),
+        ({"test_loader": iter([])}, "test_loader must be a DataLoader"),
+        ({"test_loader": []}, "test_loader yielded no batch"),
+        ({"output_layout": "nhwc"}, "output_layout must be one of"),
+        ({"test_loader": [(torch.randn(3, 2), torch.rand(3))]}, "integer class"),
+        ({"test_loader": [(torch.randn(3, 2),)]}, "of shape (N), got none"),
+        ({"model": nn.Flatten()}, "no trainable parameters"),
+        ({"model": nn.Unflatten(1, (1, 2))}, "no trainable parameters"),
+        ({"model": nn.Sequential(nn.Linear(2, 4), nn.Unflatten(1, (2, 2)))}, "(B, C)"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_errors_before_any_fit(classes, kwargs, match, monkeypatch):
+    monkeypatch.setattr(run, "fit_method", None)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError) as caught:
+        classes.compare(**{"methods": ["map"], **kwargs})
+    assert match in str(caught.value)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_other_mistakes(classes):
+    with pytest.raises(TypeError, match="must be a torch"):
+        classes.compare(["map"], model=3)
+    with pytest.raises(TypeError, match="A method is a name"):
+        classes.compare([3])
+    with pytest.raises(ValueError, match="'classification' or 'regression'"):
+        compare(classes.model, "poisson", None, None)
+    for wrong in ({"tune": "bayes"}, {"kind": "magic"}):
+        with pytest.raises(ValueError, match="must be one of"):
+            Method("mine", **wrong)
+
+
+# Sizes, and the bootstrap
+
+
+def test_sizes_of_a_model_and_memory_of_a_method():
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).eval()
+    sizes = doctor.measure(model, torch.randn(7, 3), 70, "x")
+    factors = (25 + 9, 4 + 25)
+    assert sizes == doctor.Sizes(70, 7, (2,), 20 + 10 + 12, 12, 12, factors, 4)
+    resnet = doctor.Sizes(50_000, 128, (10,), 269_722, 650, 565_000, (10**6, 4196), 4)
+    batch, needed = doctor.batch_within(KNOWN["full"], resnet, 16 * 10**9)
+    assert batch == 0
+    assert needed > 4 * 4 * 269_722**2
+    batch, needed = doctor.batch_within(KNOWN["diag"], resnet, 16 * 10**9)
+    assert batch == 1  # two take more than is fast
+    assert needed < 10**8
+    assert doctor.batch_within(KNOWN["last-layer-full"], resnet, 10**9)[0] == 128
+
+
+def test_replicates_are_the_metrics_of_drawn_examples():
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.randn(120, 4, generator=generator).softmax(-1)
+    y = torch.randint(4, (120,), generator=generator)
+    found = bootstrap.classification_replicates(probs, y, 15)
+    softer = (probs.log() / 1.2).softmax(-1)
+    others = bootstrap.classification_replicates(softer, y, 15)
+    for i, index in zip(range(5), bootstrap.draws(120), strict=False):
+        expected = metrics.classification_metrics(probs[index], y[index], 15)
+        assert {k: v[i] for k, v in found.items()} == pytest.approx(expected, abs=1e-6)
+    # The interval of a mean is that of paired differences, known to 5 %.
+    terms = [metrics.nll_per_example(p, y) for p in (probs, softer)]
+    error = float((terms[0] - terms[1]).std()) / math.sqrt(len(y))
+    difference = bootstrap.Difference.of(0.1, found["nll"], others["nll"])
+    assert difference.half_width == pytest.approx(1.96 * error, rel=0.2)
+
+
+def test_replicates_of_a_regression_and_of_detection():
+    mean, y = torch.randn(90, 2), torch.randn(90, 2)
+    variance = 0.5 + torch.rand(90, 2)
+    found = bootstrap.regression_replicates(mean, variance, y)
+    inside, outside = torch.randint(6, (90,)) / 5, torch.randint(1, 7, (40,)) / 5
+    auroc = bootstrap.auroc_replicates(inside, outside)
+    drawn = zip(range(5), bootstrap.draws(90), bootstrap.draws(40, 1), strict=False)
+    for i, index, other in drawn:
+        expected = metrics.regression_metrics(mean[index], variance[index], y[index])
+        for name, draws in found.items():
+            assert draws[i] == pytest.approx(expected[name], rel=1e-5)
+        expected = metrics.ood_auroc(inside[index], outside[other])
+        assert auroc[i] == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,180 @@
+"""The report: means over seeds, marks, tables, the page, files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+
+import pytest
+
+from laplace_ella import Report
+from laplace_ella.comparison.bootstrap import Difference
+from laplace_ella.comparison.report import Result, badness, number, write
+
+DRAWS = [0.0, 0.1, 0.2, 0.3]
+
+
+def result(method, nll, *replicates, link="", **kwargs):
+    scores = {"accuracy": 0.9, "nll": nll}
+    draws = {"nll": list(replicates)} if replicates else {}
+    return Result(
+        method, link, metrics=scores, costs={"fit_s": 1.0}, replicates=draws, **kwargs
+    )
+
+
+@pytest.fixture
+def report():
+    settings = {"tuning": "training data", "chosen": ["prior_precision"]}
+    settings |= {"prior_precision": 2.0, "at_border": True}
+    rows = [
+        result("map", 0.16, *(v + 0.01 + 1e-4 * i for i, v in enumerate(DRAWS))),
+        result("ella", 0.15, *DRAWS, link="mc", note="rank 13", settings=settings),
+        result("ella", 0.155, 0.02, 0.08, 0.24, 0.3, link="probit"),
+        result("tau", 0.05, *DRAWS, on_validation=True),
+        result("kron", 0.2, *DRAWS, left_out="BatchNorm2d"),
+        Result("full", status="skipped: needs 1.2 TB"),
+    ]
+    origin = {"Model": {"class": "Sequential"}}
+    return Report(rows, "classification", origin=origin)
+
+
+def test_numbers_and_directions():
+    for column, better, worse in (
+        ("nll", 0.1, 0.2),
+        ("accuracy", 0.9, 0.8),
+        ("auroc:SVHN", 0.9, 0.8),
+        ("coverage_90", 0.91, 0.85),
+        ("coverage_90", 0.89, 0.99),
+    ):
+        assert badness(column, better) < badness(column, worse)
+    for column, value, text in (
+        ("accuracy", 0.9173, "91.7"),
+        ("nll", 0.27451, "0.2745"),
+        ("nll", 12345.6, "1.23e+04"),
+        ("ece", 0.0081, "0.008"),
+        ("fit_s", 0.123, "0.12"),
+        ("fit_s", 123.4, "123"),
+        ("nll", None, "–"),
+        ("nll", math.nan, "–"),
+    ):
+        assert number(column, value) == text
+    assert not Difference(0.1, 0.2).is_clear
+    assert Difference(0.3, 0.2).is_clear
+    assert Difference(0.1, None).is_clear
+
+
+def test_rows_are_marked_within_their_group(report):
+    """All that cannot be told from the best of its group has a star, and no other."""
+    lines = str(report).splitlines()
+    assert lines[0].split() == [
+        "method", "link", "tuned", "on", "acc.", "%", "NLL", "fit", "s",
+    ]  # fmt: skip
+    assert len(lines[1]) >= max(len(line) for line in lines[2:6])
+    marked = {line.split("  ")[0] for line in lines[2:8] if "*" in line}
+    assert marked == {"ella", "tau"}
+    assert "90.0*" not in str(report)  # all are equal
+    assert any(line.startswith("full") and "1.2 TB" in line for line in lines)
+    assert any(line.startswith("kron (without BatchNorm2d)") for line in lines)
+    assert "δ = 2*" in str(report)
+    assert "ella (mc): rank 13" in lines
+    found = report.differences()
+    assert found["ella", "mc"] == Difference(0.0, 0.0)
+    assert found["tau", ""].value == 0
+    assert found["map", ""].value == pytest.approx(0.01)
+    assert found["map", ""].half_width < 0.001
+    assert ("full", "") not in found
+    best = report.best("nll")
+    assert (best.method, best.label, best.mean["nll"]) == ("tau", "tau", 0.05)
+
+
+def test_lookups_and_their_errors(report):
+    assert [r.link for r in report["ella"]] == ["mc", "probit"]
+    assert len(report) == 6
+    with pytest.raises(KeyError, match="it has map, ella, tau, kron, full"):
+        report["diag"]
+    with pytest.raises(KeyError, match="there are accuracy, nll, fit_s"):
+        report.best("rmse")
+    with pytest.raises(KeyError, match="ece"):
+        report.differences("ece")
+    with pytest.raises(ValueError, match=r"columns must be among .* got 'ece'"):
+        report.to_markdown(["ece"])
+    assert str(Report([])) == "No results."
+    assert "out of memory" in str(Report([Result("full", status="out of memory")]))
+
+
+def test_means_and_errors_over_seeds():
+    rows = [result("ella", nll, nll, 2 * nll, seed=i) for i, nll in enumerate((1, 3))]
+    rows.append(result("ella", 0.0, seed=2))
+    rows[2] = Result("ella", seed=2, status="out of memory", metrics={})
+    (row,) = Report(rows).rows()
+    assert (row.mean["nll"], row.error["nll"], row.n_seeds) == (2.0, 1.0, 2)
+    assert row.replicates["nll"] == [2.0, 4.0]
+    assert row.note == "1 of 3 seeds: out of memory"
+    text = str(Report(rows))
+    assert "2.0000 ± 1.0000" in text
+    assert "standard errors over 2 seeds" in text
+    assert "nll_se" in Report(rows).to_csv()
+
+
+def test_markdown_and_csv(report):
+    text = report.to_markdown()
+    for table in text.split("\n\n"):
+        lines = [line for line in table.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) <= 1
+    assert "- ella (mc): rank 13" in text
+    some = report.to_markdown(["nll", "nll_to_best"])
+    assert some.splitlines()[0] == "| method | link | tuned on | NLL | NLL − best |"
+    pipes = Report([Result("a|b", metrics={"nll": 1.0})])
+    assert "a\\|b" in pipes.to_markdown()
+    lines = list(csv.DictReader(io.StringIO(report.to_csv())))
+    assert [line["method"] for line in lines] == [
+        "map", "ella", "ella", "kron (without BatchNorm2d)", "full", "tau",
+    ]  # fmt: skip
+    assert float(lines[0]["nll"]) == 0.16
+    assert lines[4]["nll"] == ""
+    assert lines[4]["status"] == "skipped: needs 1.2 TB"
+    assert lines[1]["settings"] == "δ = 2*"
+
+
+def test_files(report, tmp_path):
+    path = tmp_path / "new" / "report.json"
+    report.save(path)
+    assert list(path.parent.iterdir()) == [path]
+    assert Report.load(path) == report
+    later = {**json.loads(path.read_text())["results"][0], "later": 1}
+    assert Result.of(later) == report.results[0]
+    rows = [Result("a", metrics={"nll": math.nan}), result("b", 1.0)]
+    unknown = Report(rows, "x", True)
+    again = Report.from_dict(json.loads(json.dumps(unknown.to_dict(), allow_nan=False)))
+    assert again.interrupted
+    assert "–" in str(again)
+    for content in ("not json", "[]", '{"format": 99}', '{"format": 2}'):
+        path.write_text(content)
+        with pytest.raises(ValueError, match="is not a comparison report"):
+            Report.load(path)
+    with pytest.raises(IsADirectoryError):
+        write(tmp_path / "new", "text")
+    assert list(tmp_path.iterdir()) == [tmp_path / "new"]  # nothing half-written
+
+
+def test_the_page_is_complete_escaped_and_the_same_each_time(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    evil = "<script>alert(1)</script>"
+    curve = {"confidence": [0.6], "accuracy": [0.5], "count": [3]}
+    rows = [
+        *report,
+        Result(evil, status=evil, note=evil),
+        result(f"{evil}$x$", 1.0, note=evil, curves={"reliability": curve}),
+    ]
+    page = Report(rows, "classification", origin={evil: {evil: evil}})
+    path = page.to_html(tmp_path / "deep" / "page.html", title=evil)
+    text = path.read_text("utf-8")
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert text.count("data:image/svg+xml;base64,") == 2  # no predict_s: no cost
+    assert "default-src 'none'" in text
+    for part in ("skipped: needs 1.2 TB", "δ = 2*", "rank 13", "BatchNorm2d"):
+        assert part in text
+    assert page.to_html(tmp_path / "again.html", evil).read_text("utf-8") == text
