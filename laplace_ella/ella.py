@@ -27,6 +27,7 @@ from laplace_ella.hyperparameters import TunableLaplace
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.fit import TrainingRows
 from laplace_ella.posterior.observation import Family, Link
+from laplace_ella.support.identity import digest
 
 if TYPE_CHECKING:
     from laplace_ella.fitting.distributed import Processes
@@ -191,7 +192,15 @@ or None, default=None
         link = self.link_approx
         if schedule is not None and schedule.link_approx is not None:
             link = Link(schedule.link_approx)
-        given = {"override": override, "balanced": balanced, "max_data": max_data}
+        given = {
+            "override": override,
+            "balanced": balanced,
+            "max_data": max_data,
+            "early_stopping": stops,
+            "the validation": digest(
+                None if schedule is None else vars(schedule), link
+            ),
+        }
         with ExitStack() as stack:
             processes = stack.enter_context(self._working("fit()", **given))
             start, record, done = None if override else self.fitted, None, None
@@ -205,8 +214,7 @@ or None, default=None
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 settings = {**self._described(), **given}
                 if schedule is not None:
-                    settings |= {**self._hyperparameters(), **vars(schedule)}
-                    settings |= {"link_approx": link, "early_stopping": stops}
+                    settings |= {**self._hyperparameters(), "link_approx": link}
                 record, done = open_checkpoint(
                     checkpoint, plan, settings, start, val_loader
                 )

@@ -239,7 +239,7 @@ class Checkpoint:
             "progress": _plain(progress),
             "finished": finished,
         }
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary = self.path.with_name(f".{self.path.name}.partial")
         try:
             torch.save(state, temporary)
             checksum = _checksum(temporary, temporary.stat().st_size)
@@ -312,17 +312,13 @@ def open_checkpoint(
     fn, device, data = plan.fn, plan.fn.device, plan.data
     _, x, y = next(data.batches(device))
     examples = take(x, slice(0, 4), batch_size(x, plan.dict_key_x))
-    own = ("subsample_size", "n_eigenvalues", "seed", "curvature", "stochastic")
     identity = {
-        **{name: getattr(plan, name) for name in (*own, "complement")},
+        **plan.described(),
         "number of examples": data.n_examples,
-        "basis_dtype": plan.options.basis_dtype,
         "dtype": fn.dtype,
         "device": device.type,
         "autocast": autocast_enabled(device),
         **settings,
-        "the number of noises": plan.observation.sigma_noise.numel(),
-        "the uncertain parameters": list(fn.names),
         "the first batch": [*tensors_of(x), y],
     }
     if start is not None:

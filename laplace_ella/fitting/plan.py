@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from laplace_ella.derivatives.backends import Curvature
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.span import Sketch
 from laplace_ella.support.checks import positive_int
+from laplace_ella.support.identity import digest
 from laplace_ella.support.memory import (
     MemoryEstimate,
     budget_of,
@@ -113,10 +114,21 @@ class FitPlan:
     progress_bar: bool = False
     budget: int | None = None
 
+    def described(self) -> dict[str, Any]:
+        """Return what must be the same in all processes, and after a crash."""
+        names = ("subsample_size", "n_eigenvalues", "seed", "curvature", "stochastic")
+        return {
+            **{name: getattr(self, name) for name in (*names, "complement")},
+            "basis_dtype": self.options.basis_dtype,
+            "the number of noises": self.observation.sigma_noise.numel(),
+            "the uncertain parameters": digest(list(self.fn.names)),
+        }
+
     def agreed(self) -> FitPlan:
         """Return the plan with the budget that all processes have."""
         if self.processes is None:
             return self
+        self.processes.check_same(self.described())
         budgets = self.processes.meet("memory budgets", self.available())
         return replace(self, budget=min(budgets))
 

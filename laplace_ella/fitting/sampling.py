@@ -181,7 +181,7 @@ def _gather(
     if plan.processes is not None:
         buffer = _of_all(plan.processes, buffer)
         if sketch is not None:
-            own = torch.cat(beyond) if beyond else None
+            own = torch.cat([sketch(buffer.rows[:0]), *beyond])
             beyond = [plan.processes.rows("other gradients", own)]
     groups = None if sketch is None else sketch.of_many(buffer.rows)
     accurate = plan.has_curvature_rows  # whose small eigenvalues are used
@@ -192,7 +192,7 @@ def _gather(
     span = None
     if sketch is not None and groups is not None:
         span = sampled_span(groups, sketch, basis)
-        if beyond:
+        if sum(map(len, beyond)):
             span = span.compared_with(torch.cat(beyond))
     if plan.n_eigenvalues == "auto":
         basis = basis.truncate(int((basis.explained < AUTO_ENERGY).sum()) + 1)

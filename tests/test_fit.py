@@ -1,0 +1,581 @@
+"""What the loader yields is what is fitted: data, draws, passes and early stopping."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from laplace_ella import EarlyStopping, ELLALaplace, augmented_validation
+from laplace_ella.fitting.data import draw_pairs, known_length
+from tests import dense
+from tests.cases import make, mapping_loader
+from tests.fitting import assert_close, build, fit
+
+pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.errors.RankWarning")
+
+REGRESSION, CLASSIFICATION = "regression_3", "classification_mlp"
+both = pytest.mark.parametrize("name", [REGRESSION, CLASSIFICATION])
+N = 12
+
+
+def problem(name):
+    """A case with twelve examples."""
+    case = make(name)
+    x = torch.randn(N - len(case.x), *case.x.shape[1:]).double()
+    y = torch.randn(len(x), *case.y.shape[1:]).to(case.y.dtype)
+    case.x, case.y = torch.cat([case.x, x]), torch.cat([case.y, y])
+    return case
+
+
+def part(case, index):
+    """The case with some examples of its training data."""
+    other = copy.copy(case)
+    other.x, other.y = case.x[index], case.y[index]
+    return other
+
+
+def assert_exact(la, case, index):
+    """Exact linearised Laplace of these examples, at new inputs and at theirs."""
+    used = part(case, index)
+    f, Js = dense.jacobians(case.model, used.x, case.params)
+    delta = torch.cat([p.detach().flatten() for p in case.params])
+    exact = dense.Exact(f, Js, used.y, case.likelihood, delta)
+    D, sigma = torch.ones(case.n_params).double(), la.sigma_noise.double()
+    assert la.n_data == len(used.x)
+    for x in (case.x_test, used.x):
+        J = dense.jacobians(case.model, x, case.params)[1].flatten(0, 1)
+        covariance = la.joint_predictive(x[None])[1][0]
+        assert_close(covariance, exact.covariance(J, D, sigma), rtol=1e-7, atol=1e-9)
+
+
+# --- one way to the data -------------------------------------------------------------
+
+
+class Wrapped:
+    """A loader around a loader, which transforms what it yields."""
+
+    def __init__(self, loader, order):
+        self.loader, self.order = loader, order
+        self.dataset, self.batch_size = loader.dataset, loader.batch_size
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        x, y = (torch.cat(parts) for parts in zip(*self.loader, strict=True))
+        x, y = x[self.order], y[self.order]
+        return iter([(x[:5], y[:5]), (x[5:], y[5:])])
+
+
+class Reversing(DataLoader):
+    """Yields the examples of each batch in the opposite order, and the first twice."""
+
+    def __iter__(self):
+        for x, y in super().__iter__():
+            order = [0, *reversed(range(len(x)))]
+            yield x[order], y[order]
+
+
+class OneByOne(IterableDataset):
+    """Examples one after the other, without a length."""
+
+    def __init__(self, case):
+        self.case = case
+
+    def __iter__(self):
+        return zip(self.case.x, self.case.y, strict=True)
+
+
+class Anew(Sampler):
+    """Draws with a generator of its own, which nobody can put back."""
+
+    def __init__(self):
+        self.seed = 0
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        self.seed += 1
+        g = torch.Generator().manual_seed(self.seed)
+        return iter(torch.randint(N, (8,), generator=g).tolist())
+
+
+def drops(items):
+    """A collate function that leaves out the first example of a batch."""
+    return default_collate(items[1:])
+
+
+def data(case):
+    return TensorDataset(case.x, case.y)
+
+
+WEIGHTS = torch.arange(1.0, N + 1)
+LOADERS = {
+    "plain": lambda case: DataLoader(data(case), 5),
+    "shuffled": lambda case: DataLoader(data(case), 5, shuffle=True),
+    "drop_last": lambda case: DataLoader(data(case), 5, drop_last=True),
+    "wrapper": lambda case: Wrapped(DataLoader(data(case), 4), [3, 1, 1, 7, 0, 9, 9]),
+    "subclass": lambda case: Reversing(data(case), 4),
+    "list": lambda case: [(case.x[:7], case.y[:7]), (case.x[2:4], case.y[2:4])],
+    "stream": lambda case: DataLoader(OneByOne(case), 5),
+    "collate": lambda case: DataLoader(data(case), 5, collate_fn=drops),
+    "batches": lambda case: DataLoader(data(case), batch_sampler=[[0, 3], [4], [3, 5]]),
+    "weighted": lambda case: DataLoader(
+        data(case), 5, sampler=WeightedRandomSampler(WEIGHTS, 9)
+    ),
+}
+
+
+@both
+@pytest.mark.parametrize("kind", LOADERS)
+def test_what_the_loader_yields_is_what_is_fitted(kind, name):
+    """Exact fits, and fits with all pairs and directions, for every kind of loader."""
+    case = problem(name)
+    loader = LOADERS[kind](case)
+    torch.manual_seed(3)
+    if kind == "weighted":  # what a pass from this random state draws
+        torch.empty((), dtype=torch.int64).random_()
+    yielded = [x for x, _ in loader]
+    x = torch.cat(yielded)
+    index = [int((case.x == row).flatten(1).all(1).nonzero()[0]) for row in x]
+    for settings in (
+        {"n_eigenvalues": "exact", "complement": "prior"},
+        {"n_eigenvalues": 100, "subsample_size": 10**6, "complement": "prior"},
+    ):
+        torch.manual_seed(3)
+        la = build(case, **settings)
+        la.fit(loader)
+        if kind == "shuffled":
+            index = list(range(N))
+        if kind == "weighted":
+            assert la.n_data == 9
+            continue
+        assert_exact(la, case, index)
+
+
+@both
+def test_a_sampler_that_draws_anew(name):
+    """An exact fit takes basis and curvature from one pass, and is exact for what that
+    pass yielded; a sampled one does not take the sample of a pass for all data."""
+    case = problem(name)
+    sampler = Anew()
+    la = build(case, n_eigenvalues="exact", complement="prior")
+    la.fit(DataLoader(data(case), 3, sampler=sampler))
+    assert sampler.seed == 1
+    assert_exact(la, case, list(Anew()))
+    sampled = build(case, complement="prior")
+    sampled.fit(DataLoader(data(case), 3, sampler=sampler))
+    assert sampler.seed == 3
+    assert not sampled.fitted.complete
+
+
+def test_whether_the_sample_is_all_data():
+    """Told from the curvature that was added up, and not from the number of pairs."""
+    case = problem(REGRESSION)
+    loader = case.loader()
+    la = fit(case, complement=None)
+    assert la.fitted.complete
+    la.fit(loader, max_data=7)
+    assert (la.n_data, la.basis.n_samples, la.fitted.complete) == (7, 21, True)
+    la.fit(loader, override=False)
+    assert (la.n_data, la.fitted.complete) == (7 + len(case.x), False)
+    stopping = EarlyStopping(every=3, patience=1, loss=scripted(range(9)))
+    la.fit(loader, val_loader=loader, early_stopping=stopping)
+    assert (la.n_data, la.fitted.complete) == (3, False)
+    la.fit_basis(loader)
+    assert not la.fitted.complete
+
+
+@both
+def test_more_data_for_an_exact_fit(name):
+    """The basis is extended; without what that takes it is refused."""
+    case = problem(name)
+    first, second = part(case, slice(0, 5)), part(case, slice(5, None))
+    la = build(case, n_eigenvalues="exact", complement="prior")
+    la.fit(first.loader())
+    la.fit(second.loader(), override=False)
+    assert_exact(la, case, slice(None))
+    la.fit_basis(first.loader())
+    la.fit(second.loader(), override=False)
+    assert la.n_data == len(second.x)
+    la.fit(first.loader())
+    la.fit_features(la.cache_features(first.loader()))
+    with pytest.raises(ValueError, match=r"override=False of an exact fit extends"):
+        la.fit(second.loader(), override=False)
+    assert la.n_data == 5
+
+
+class Endless(Sampler):
+    def __iter__(self):
+        return itertools.cycle(range(N))
+
+
+class EndlessStream(IterableDataset):
+    def __init__(self, case):
+        self.case = case
+
+    def __iter__(self):
+        return itertools.cycle(OneByOne(self.case))
+
+
+@pytest.mark.parametrize("kind", ["sampler", "stream", "list"])
+def test_max_data_ends_what_does_not_end(kind):
+    """The first examples, in order, the last batch cut."""
+    case = problem(CLASSIFICATION)
+    loader = {
+        "sampler": lambda: DataLoader(data(case), 5, sampler=Endless()),
+        "stream": lambda: DataLoader(EndlessStream(case), 5),
+        "list": lambda: [(case.x, case.y)] * 4,
+    }[kind]()
+    la = build(case, n_eigenvalues="exact", complement="prior")
+    la.fit(loader, max_data=17)
+    assert_exact(la, case, [i % N for i in range(17)])
+    with pytest.raises(ValueError, match="max_data must be a positive integer"):
+        la.fit(loader, max_data=0)
+
+
+def test_mappings_and_workers():
+    case = problem(REGRESSION)
+    expected = fit(case, n_eigenvalues="exact", complement="prior")
+    case.model = KeyModel(case.model)
+    la = build(case, n_eigenvalues="exact", complement="prior", dict_key_x="a")
+    la.fit(mapping_loader(case.x, case.y, "a"))
+    assert_close(la.H.diagonal().sum(), expected.H.diagonal().sum())
+    case = problem(CLASSIFICATION)
+    la = build(case, n_eigenvalues=4)
+    la.fit(DataLoader(data(case), 5, num_workers=1))
+    assert_close(la.H, fit(case, n_eigenvalues=4).H)
+
+
+class KeyModel(torch.nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch):
+        return self.net(batch["a"])
+
+
+def test_counted_without_the_network_and_read_to_the_last_pair():
+    """A loader that does not tell its length is read once more, by itself; the pass of
+    the basis ends at the last pair that was drawn."""
+    case = problem(CLASSIFICATION)
+    calls, read = [], []
+
+    class Reading(DataLoader):
+        def __iter__(self):
+            read.append([])
+            for batch in super().__iter__():
+                read[-1].append(len(calls))
+                yield batch
+
+    case.model.register_forward_hook(lambda *_: calls.append(1))
+    la = build(case, n_eigenvalues=1, subsample_size=1, seed=1)
+    la.fit(Reading(data(case), 1))
+    counting, sampling, adding = read
+    assert len(counting) == len(adding) == N
+    assert counting[0] == counting[-1] == 0
+    assert len(sampling) < N
+
+
+class TooShort(Sampler):
+    """Has fewer examples than it says."""
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+def test_fewer_than_announced():
+    case = problem(CLASSIFICATION)
+    la = build(case)
+    with pytest.raises(ValueError, match=r"yields 4 example.* at least 12"):
+        la.fit(DataLoader(data(case), 5, sampler=TooShort()))
+    assert la.fitted is None
+
+
+def test_padding_of_torchs_sampler_alone_is_known():
+    """Each of three processes reads its own examples of 13 and not the repeated ones;
+    other samplers mean what they say."""
+
+    class Other(DistributedSampler):
+        pass
+
+    case = problem(CLASSIFICATION)
+    whole = TensorDataset(torch.cat([case.x, case.x[:1]]))
+    for shuffle, drop_last in itertools.product((False, True), repeat=2):
+        lengths = {}
+        for cls in (DistributedSampler, Other):
+            kw = {"shuffle": shuffle, "drop_last": drop_last}
+            samplers = [cls(whole, 3, rank, **kw) for rank in range(3)]
+            loaders = [DataLoader(whole, 2, sampler=s) for s in samplers]
+            lengths[cls] = [known_length(loader) for loader in loaders]
+        assert lengths[Other] == ([4] * 3 if drop_last else [5] * 3)
+        assert lengths[DistributedSampler] == ([4] * 3 if drop_last else [5, 4, 4])
+
+
+# --- which pairs are drawn -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [1, 5, 20, 21, 45, 59, 60, 10**6])
+def test_pairs(m):
+    """No pair twice, each example as often as the others, prefixes are draws too."""
+    n, c = 20, 3
+    pairs = draw_pairs(n, c, m, np.random.default_rng(0))
+    M = min(m, n * c)
+    assert len({*zip(pairs.examples, pairs.outputs, strict=True)}) == M
+    for k in (M, M // 2):
+        used = np.bincount(pairs.examples[:k], minlength=n)
+        assert used.max() - used.min() <= 1
+    ordered = pairs.by_example()
+    batches = [slice(0, 7), slice(7, 8), slice(8, 20)]
+    found = [ordered.within(where) for where in batches]
+    assert sum(len(some.examples) for some in found) == M
+    for where, some in zip(batches, found, strict=True):
+        assert ((some.examples >= 0) & (some.examples < where.stop - where.start)).all()
+
+
+def test_pairs_are_uniform():
+    rng = np.random.default_rng(0)
+    counts = np.zeros((6, 3))
+    for _ in range(3000):
+        pairs = draw_pairs(6, 3, 4, rng)
+        np.add.at(counts, (pairs.examples, pairs.outputs), 1)
+    assert np.abs(counts / counts.mean() - 1).max() < 0.15
+
+
+@pytest.mark.parametrize("m", [6, 9, 24])
+def test_balanced(m):
+    """Classes take turns while they last, for labels and one-hot rows."""
+    labels = np.array([0] * 14 + [1] * 4 + [2] * 2)
+    pairs = draw_pairs(20, 3, m, np.random.default_rng(0), labels)
+    used = np.bincount(labels[pairs.examples], minlength=3)
+    assert used.tolist() == {6: [2, 2, 2], 9: [4, 3, 2], 24: [12, 8, 4]}[m]
+    case = problem(CLASSIFICATION)
+    case.y = torch.tensor([0] * 9 + [1, 1, 2])
+    la = build(case, subsample_size=6, n_eigenvalues=6)
+    la.fit(case.loader(), balanced=True)
+    case.y = torch.eye(3).double()[case.y]
+    other = build(case, subsample_size=6, n_eigenvalues=6)
+    other.fit(case.loader(), balanced=True)
+    assert_close(la.basis.eigenvalues, other.basis.eigenvalues)
+    with pytest.raises(ValueError, match="balanced=True draws classes evenly"):
+        build(problem(REGRESSION)).fit(case.loader(), balanced=True)
+
+
+# --- early stopping ------------------------------------------------------------------
+
+
+def scripted(values):
+    """A loss that ignores the predictions and returns given values in turn."""
+    values = iter(values)
+    return lambda *args: float(next(values))
+
+
+def validation(case):
+    g = torch.Generator().manual_seed(8)
+    x = 1.5 * torch.randn(24, *case.x.shape[1:], generator=g).double()
+    f = case.model(x).detach()
+    if case.likelihood == "regression":
+        return DataLoader(TensorDataset(x, f + 0.6 * torch.randn_like(f)), 7)
+    y = torch.multinomial((3 * f).softmax(-1), 1, generator=g).squeeze(1)
+    return DataLoader(TensorDataset(x, y), 7)
+
+
+@both
+@pytest.mark.parametrize("settings", [{}, {"n_eigenvalues": "exact"}])
+@pytest.mark.parametrize(("every", "batch_size"), [(5, 5), (2, 5), (1, 12)])
+def test_restored_is_the_fit_of_the_best_prefix(name, settings, every, batch_size):
+    """Also where it ends within a batch; the history is the loss of every prefix."""
+    case, stopping = problem(name), EarlyStopping(every=every, patience=10**6)
+    options = {"n_eigenvalues": 5, "complement": "prior", **settings}
+    la, val = build(case, **options), validation(case)
+    la.fit(case.loader(batch_size), val_loader=val, early_stopping=stopping)
+    points = [point["n_data"] for point in la.history]
+    assert points == [*range(every, N, every), N][: len(points)]
+    assert points[-1] == N
+    best = min(la.history, key=lambda point: point["loss"])
+    assert la.n_data == best["n_data"]
+    if settings:  # whose directions are those of all data
+        assert_exact(la, case, slice(0, la.n_data))
+        return
+    prefix = dense.Reference(part(case, slice(0, la.n_data)), la.basis.vectors)
+    assert_close(la.H, prefix.H)
+    assert_close(la.loss, prefix.loss)
+    again, last = build(case, **options), EarlyStopping(every=10**6)
+    again.fit_basis(case.loader())
+    kw = {"max_data": la.n_data, "val_loader": val, "early_stopping": last}
+    again.fit(case.loader(), override=False, **kw)
+    assert again.history[-1]["loss"] == pytest.approx(best["loss"], rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "maximize", "taken", "kept"),
+    [
+        ([3, 2, 1, 2, 2, 0], 2, False, 5, 3),
+        ([1, 2, 3, 2, 2, 9], 2, True, 5, 3),
+        ([1, 1, 1, 1], 3, False, 4, 1),
+        ([5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6], 1, False, 12, 12),
+        ([float("nan"), 2, float("inf"), 1, 3, 3], 2, False, 6, 4),
+    ],
+)
+@pytest.mark.parametrize("n_eigenvalues", [3, "exact"])
+def test_patience(values, patience, maximize, taken, kept, n_eigenvalues):
+    case = problem(REGRESSION)
+    read = []
+
+    class Reading(DataLoader):
+        def __iter__(self):
+            read.append(0)
+            for batch in super().__iter__():
+                read[-1] += 1
+                yield batch
+
+    stopping = EarlyStopping(
+        every=1, patience=patience, loss=scripted(values), maximize=maximize
+    )
+    la = build(case, n_eigenvalues=n_eigenvalues, complement="prior")
+    loader = Reading(data(case), 1)
+    la.fit(loader, val_loader=case.loader(), early_stopping=stopping)
+    assert (len(la.history), la.n_data) == (taken, kept)
+    assert read[-1] == (taken if n_eigenvalues == 3 else N)
+
+
+def test_validation_alone_only_records():
+    case = problem(CLASSIFICATION)
+    la = build(case)
+    la.fit(case.loader(), val_loader=validation(case))
+    assert la.n_data == len(case.x)
+    assert [point["n_data"] for point in la.history] == [len(case.x)]
+    la.fit(case.loader())
+    assert la.history == []
+
+
+def test_losses_that_are_never_finite_are_refused():
+    case = problem(REGRESSION)
+    la = fit(case)
+    before = la.fitted
+    stopping = EarlyStopping(every=4, loss=lambda *_: float("nan"))
+    with pytest.raises(ValueError, match="NaN or infinite at all"):
+        la.fit(case.loader(), val_loader=case.loader(), early_stopping=stopping)
+    assert la.fitted is before
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"every": 0}, "every must be a positive integer"),
+        ({"patience": 0}, "patience must be"),
+        ({"growth": 1.0}, "growth must exceed 1"),
+        ({"growth": float("nan")}, "growth must exceed 1"),
+        ({"loss": 3}, "loss"),
+        ({"link_approx": "soft"}, "link_approx must be one of"),
+    ],
+)
+def test_settings_of_early_stopping(settings, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        EarlyStopping(**settings)
+
+
+def test_early_stopping_needs_validation_data():
+    la, loader = build(problem(REGRESSION)), problem(REGRESSION).loader()
+    with pytest.raises(ValueError, match="early_stopping needs val_loader="):
+        la.fit(loader, early_stopping=True)
+    with pytest.raises(TypeError, match="early_stopping must be True"):
+        la.fit(loader, val_loader=loader, early_stopping=5)
+    points = EarlyStopping(start=100, growth=1.5).checkpoints()
+    assert list(itertools.islice(points, 4)) == [100, 150, 225, 338]
+    assert EarlyStopping().patience == 8
+
+
+def test_augmented_validation():
+    """Strongly changed images of the loader, the same for the same seed, without
+    touching the random states; as many as asked for or there are."""
+    images = TensorDataset(torch.rand(20, 3, 8, 8), torch.arange(20))
+    loader = DataLoader(images, 6, shuffle=True)
+    state = torch.get_rng_state()
+    first, again = (augmented_validation(loader, 7, seed=2) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    x, y = first.dataset.tensors
+    assert (x.shape, len(y.unique())) == ((7, 3, 8, 8), 7)
+    assert torch.equal(x, again.dataset.tensors[0])
+    assert not torch.equal(x, images.tensors[0][y])
+    plain = augmented_validation(loader, 50, augment=lambda images: images)
+    x, y = plain.dataset.tensors
+    assert len(y) == 20
+    assert torch.equal(x, images.tensors[0][y])
+    with pytest.raises(ValueError, match=r"images \(B, channels, H, W\)"):
+        augmented_validation(problem(CLASSIFICATION).loader())
+    with pytest.raises(ValueError, match="strength"):
+        augmented_validation(loader, strength=0.0)
+
+
+# --- further passes ------------------------------------------------------------------
+
+
+@both
+def test_override_adds(name):
+    """H, loss and n_data are sums over all data, on the first basis; a part of the
+    features from a cache is the same."""
+    case = problem(name)
+    la = fit(case)
+    H, loss = la.H.clone(), la.loss.clone()
+    la.fit(part(case, slice(0, 5)).loader(), override=False)
+    more = dense.Reference(part(case, slice(0, 5)), la.basis.vectors)
+    assert la.n_data == len(case.x) + 5
+    assert_close(la.H, H + more.H)
+    assert_close(la.loss, loss + more.loss)
+    la.fit_basis(case.loader())
+    assert (la.n_data, float(la.H.abs().max())) == (0, 0.0)
+    la.fit_features(la.cache_features(case.loader()))
+    assert_close(la.H, H)
+    assert_close(la.loss, loss)
+
+
+def test_stochastic_curvature_of_features_and_loaders():
+    """Both draw the same targets; their mean is the curvature."""
+    case = problem(CLASSIFICATION)
+    la = build(case, n_eigenvalues=4, stochastic=2)
+    la.fit(case.loader())
+    H = la.H.clone()
+    la.fit_features(la.cache_features(case.loader()))
+    assert la.H.shape == H.shape
+    many = build(case, n_eigenvalues=4, stochastic=3000)
+    many.fit(case.loader())
+    exact = fit(case, n_eigenvalues=4).H
+    assert (many.H - exact).norm() < 0.05 * exact.norm()
+
+
+def test_matched_complement_is_refused_where_it_is_not_known():
+    case = problem(CLASSIFICATION)
+    la = fit(case)
+    with pytest.raises(ValueError, match="complement='matched' needs"):
+        la.complement = "matched"
+    assert la.complement.value == "drop"
+    with pytest.raises(ValueError, match="complement='matched' needs"):
+        build(case, complement="matched").fit(case.loader())
+
+
+def test_defaults():
+    """Regression of few data is exact, classification has 20 directions."""
+    for name, exact in ((REGRESSION, True), (CLASSIFICATION, False)):
+        case = problem(name)
+        la = ELLALaplace(case.model, case.likelihood)
+        la.fit(case.loader())
+        assert la.fitted.spans_all is exact
+        assert la.basis.n_samples == len(case.x) * 3
+        assert la.rank == (la.n_params if exact else 20)
