@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from laplace_ella.derivatives.backends import BACKEND_OF, ROWS
 from laplace_ella.derivatives.chunk_sizes import (
@@ -46,6 +47,11 @@ __all__ = ["ExampleBytes", "Features", "Linearizer"]
 #: How much cheaper reverse mode must be for a few of the outputs, where features of all
 #: are better taken in another way.
 CLEAR_RATIO = 3.0
+
+
+#: Layers whose gradients torch differentiates again as if their statistics were
+#: constant, in forward mode and below `vmap`.
+WRONG = (nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,12 @@ class Linearizer:
         """Return the dtype of all results."""
         return self.fn.dtype
 
-    @property
-    def _modes(self) -> tuple[FeatureMode, RowMode]:
+    def _ways(self, create_graph: bool = False) -> tuple[FeatureMode, RowMode]:
         """Return the ways for features and rows. Where nothing was decided, or not in
         this precision, those of plain autograd, which work for nearly every model."""
         features, rows = self.modes.features, self.modes.rows
+        if create_graph and any(isinstance(m, WRONG) for m in self.fn.model.modules()):
+            return FeatureMode.REVERSE, RowMode.LOOP
         if self.autocast == autocast_enabled(self.device) and features and rows:
             return features, rows
         if features is not FeatureMode.REVERSE:
@@ -244,7 +251,7 @@ class Linearizer:
         if not len(examples):
             return
         batch = self.batch(x, detach=True)
-        mode, n_values = self._modes[1], self.positions(batch).n_values
+        mode, n_values = self._ways()[1], self.positions(batch).n_values
         n = _rows_per_example(examples)
         at_once, together = self.pass_sizes(batch, mode, n)
         at_once = min(at_once, (at_most or len(examples)) // n)
@@ -302,7 +309,7 @@ class Linearizer:
         """Return all outputs (B, O), and rows (B, n, P) or their products with V
         (B, n, K) of outputs given by numbers (B, n) or combinations (B, n, O)."""
         n, n_values = outputs.shape[1], self.positions(batch).n_values
-        mode = self._modes[1]
+        mode = self._ways(create_graph)[1]
         f = self._new(batch.size, n_values)
         width = self.n_params if directions is None else len(directions)
         result = self._new(batch.size, n, width)
@@ -332,7 +339,7 @@ class Linearizer:
         batch, K = self.batch(x), len(directions)
         positions = self.positions(batch)
         top = None if top is None or top >= positions.n_channels else top
-        n, mode = positions.n_positions * (top or 0), self._modes[0]
+        n, mode = positions.n_positions * (top or 0), self._ways(create_graph)[0]
         if top is not None and CLEAR_RATIO * (2 * n + 1) < 2 * K + 1:
             mode = FeatureMode.REVERSE  # it was decided for all outputs
         if mode is FeatureMode.REVERSE or not batch.size:
@@ -417,7 +424,7 @@ class Linearizer:
         products = self._new(split.n_parts, B, S, c, c)
         # Where not even the rows of one position fit, two blocks of its outputs are in
         # memory at a time.
-        at_once, together = self.pass_sizes(batch, self._modes[1], S * c)
+        at_once, together = self.pass_sizes(batch, self._ways(create_graph)[1], S * c)
         n_positions = max(1, together // c)
         n_outputs = c if together >= c else max(1, together // 2)
         for part in chunks(B, at_once):
