@@ -39,7 +39,7 @@ from laplace_ella.support.batches import (
 from laplace_ella.support.memory import budget_of, human_bytes, parse_bytes
 from laplace_ella.support.preserve import (
     autocast_enabled,
-    differentiable_kernels,
+    differentiation,
 )
 
 __all__ = ["ExampleBytes", "Features", "Linearizer"]
@@ -263,8 +263,9 @@ class Linearizer:
         for part in chunks(len(examples), at_once):
             cotangents = self._cotangents(outputs[part], n_values)
             some = batch.take(examples[part])
-            with differentiable_kernels():
-                yield ROWS[mode](self.fn, some, cotangents)[1].flatten(0, 1)
+            with differentiation():
+                rows = ROWS[mode](self.fn, some, cotangents)[1].flatten(0, 1)
+            yield rows
 
     def project(
         self, x: Any, cotangents: torch.Tensor, directions: torch.Tensor
@@ -314,11 +315,11 @@ class Linearizer:
         width = self.n_params if directions is None else len(directions)
         result = self._new(batch.size, n, width)
         at_once, together = self.pass_sizes(batch, mode, n)
-        with differentiable_kernels():
-            for part in chunks(batch.size, at_once):
-                some = batch.take(part)
-                for block in chunks(n, together):
-                    cotangents = self._cotangents(outputs[part, block], n_values)
+        for part in chunks(batch.size, at_once):
+            some = batch.take(part)
+            for block in chunks(n, together):
+                cotangents = self._cotangents(outputs[part, block], n_values)
+                with differentiation():
                     f[part], result[part, block] = ROWS[mode](
                         self.fn, some, cotangents, directions, create_graph
                     )
@@ -382,10 +383,10 @@ class Linearizer:
         n_values, K = self.positions(batch).n_values, len(directions)
         at_once, together = self.pass_sizes(batch, mode, K)
         f, phi = self._new(batch.size, n_values), self._new(batch.size, n_values, K)
-        with differentiable_kernels():
-            for block in chunks(K, together):
-                V = directions[block].to(self.device, self.dtype)
-                for part in chunks(batch.size, at_once):
+        for block in chunks(K, together):
+            V = directions[block].to(self.device, self.dtype)
+            for part in chunks(batch.size, at_once):
+                with differentiation():
                     f[part], phi[part, :, block] = FEATURES[mode](
                         self.fn, batch.take(part), V, create_graph
                     )

@@ -20,7 +20,7 @@ from laplace_ella.derivatives.model_function import ModelFunction, clearer_error
 from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, Modes, RowMode
 from laplace_ella.errors import NotDifferentiableError
 from laplace_ella.support.batches import Batch, OutputLayout, check_outputs
-from laplace_ella.support.preserve import autocast_enabled, differentiable_kernels
+from laplace_ella.support.preserve import autocast_enabled, differentiation
 
 __all__ = ["decide", "linearize"]
 
@@ -67,7 +67,7 @@ def linearize(
     one = batch.take(slice(0, 1))
     one = one.with_leaves([t.detach() for t in one.leaves], one.size)
     try:
-        with differentiable_kernels():
+        with differentiation():
             f, most, total = fn.activation_bytes(one.inputs)
         f = check_outputs(f, layout, one.size)
     except torch.cuda.OutOfMemoryError:
@@ -121,10 +121,11 @@ def decide(linearizer: Linearizer, x: Any, rank: int) -> Linearizer:
         FEATURES[mode](fn, some, V)
         return some.size * together / rank
 
-    with differentiable_kernels(), torch.no_grad():
+    with torch.no_grad():
         asked = [options.row_mode]
         if options.row_mode in BACKEND_OF:
-            check_rows(options.row_mode, fn, batch, n_values)
+            with differentiation():
+                check_rows(options.row_mode, fn, batch, n_values)
         elif options.row_mode is RowMode.AUTO:
             asked = [RowMode.VMAP, RowMode.LOOP]
         way = fastest({way: partial(rows, way) for way in asked}, device)
@@ -187,7 +188,8 @@ def _seconds(trial: Callable[[], float], device: torch.device, repeat: bool) -> 
         # does not count.
         clock = time.perf_counter if on_gpu else time.thread_time
         start = clock()
-        work = trial()
+        with differentiation():
+            work = trial()
         if on_gpu:
             torch.cuda.synchronize(device)
         took = clock() - start

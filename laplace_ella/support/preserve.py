@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_ella.support.batches import has_values
 
 __all__ = [
     "autocast_enabled",
-    "differentiable_kernels",
+    "differentiation",
     "full_precision",
     "random_states",
     "seeded_iteration",
@@ -103,17 +103,21 @@ def _restoring(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _to_the_end(restore: Callable[[], None]) -> None:
-    """Call `restore`, over again where it is interrupted, and then pass that on."""
+T = TypeVar("T")
+
+
+def _to_the_end(work: Callable[[], T]) -> T:
+    """Call a function, over again where it is interrupted, and then pass that on."""
     interrupt = None
     while True:
         try:
-            restore()
+            result = work()
             break
         except KeyboardInterrupt as error:
             interrupt = error
     if interrupt is not None:
         raise interrupt
+    return result
 
 
 # Random states
@@ -124,7 +128,7 @@ def random_states(*loaders: Any) -> Iterator[None]:
     """Put back all random states that a block changes: the global ones of torch, NumPy
     and Python, and those of the loaders."""
     sources = [each for loader in (None, *loaders) for each in _random_sources(loader)]
-    before = [read() for read, _ in sources]
+    before = _read(sources)
     try:
         yield
     finally:
@@ -139,29 +143,51 @@ def seeded_iteration(loader: Iterable[Any]) -> Iterator[Any]:
     where it was, and is for the caller what it was, whenever a batch is yielded and in
     the end. Every pass over the same loader is therefore the same, as long as the
     caller draws nothing.
+
+    The global states are other threads' as well. Where there are any, they are left
+    alone as soon as the loader draws nothing for a batch.
     """
     sources = _random_sources(loader)
-    inside, batches = [read() for read, _ in sources], None
+    inside, batches = _read(sources), None
     if not has_values(inside[0]):  # below fake tensors there is no state to put back
         yield from loader
         return
+    watched = True
+
+    def put_back(outside: list[Any], before: list[Any]) -> list[Any]:
+        """Write the states outside, and return those inside."""
+        after = _read(sources)
+        if not (_same(outside, before) and _same(before, after)):
+            _write(sources, outside)
+        return after
+
     while True:
-        outside = [read() for read, _ in sources]
-        _write(sources, inside)
+        outside, before = _read(sources), inside
         try:
+            if not _same(inside, outside):
+                _write(sources, inside)
             batches = iter(loader) if batches is None else batches
             batch = next(batches)
         except StopIteration:
             return
         finally:
-            inside = [read() for read, _ in sources]
-            _write(sources, outside)
+            inside = _to_the_end(partial(put_back, outside, before))
+        quiet = _same(before[:N_GLOBAL], inside[:N_GLOBAL])
+        if watched and quiet and threading.active_count() > 1:
+            watched, sources, inside = False, sources[N_GLOBAL:], inside[N_GLOBAL:]
         yield batch
 
 
-def _random_sources(loader: Any) -> list[tuple[Callable[[], Any], Callable]]:
-    """Return how to read and write each random state that a pass may draw from."""
-    sources: dict[int, tuple[Callable[[], Any], Callable]] = {
+#: How to read and write one random state.
+_Source = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+#: How many of the random sources of a loader are global.
+N_GLOBAL = 3
+
+
+def _random_sources(loader: Any) -> list[_Source]:
+    """Return each random state that a pass may draw from, the global ones first."""
+    sources: dict[int, _Source] = {
         0: (torch.get_rng_state, torch.set_rng_state),
         1: (np.random.get_state, np.random.set_state),
         2: (random.getstate, random.setstate),
@@ -188,11 +214,24 @@ def _random_sources(loader: Any) -> list[tuple[Callable[[], Any], Callable]]:
     return list(sources.values())
 
 
-def _write(
-    sources: list[tuple[Callable[[], Any], Callable]], states: list[Any]
-) -> None:
+def _read(sources: list[_Source]) -> list[Any]:
+    return [read() for read, _ in sources]
+
+
+def _write(sources: list[_Source], states: list[Any]) -> None:
     for (_, write), state in zip(sources, states, strict=True):
         write(state)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two random states are equal, whatever they are made of."""
+    if isinstance(a, (torch.Tensor, np.ndarray)):
+        return bool((a == b).all())
+    if isinstance(a, Mapping):
+        return all(_same(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
 
 
 # Precision and kernels
@@ -213,37 +252,72 @@ def full_precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-class _Kernels:
-    """The process's attention kernels: how many blocks need the plain ones now."""
+#: Attention kernels without forward-mode and double derivatives, and the one with: how
+#: to read and set the flags of torch, and what they must be.
+_switches = [
+    (
+        getattr(torch.backends.cuda, f"{name}_sdp_enabled"),
+        getattr(torch.backends.cuda, f"enable_{name}_sdp"),
+        name == "math",
+    )
+    for name in ("flash", "mem_efficient", "cudnn", "math")
+    if hasattr(torch.backends.cuda, f"enable_{name}_sdp")  # cudnn: not before 2.5
+]
+_switches.append(
+    (
+        torch.backends.mha.get_fastpath_enabled,
+        torch.backends.mha.set_fastpath_enabled,
+        False,
+    )
+)
 
-    lock = threading.Lock()
-    n_blocks = 0
-    switched = ExitStack()
+#: The blocks of all threads that need these now, and the flags before the first one.
+_blocks: set[object] = set()
+_flags: list[bool] = []
+_flags_guard = threading.RLock()
 
 
 @contextmanager
-def differentiable_kernels() -> Iterator[None]:
-    """Use attention kernels that have forward-mode and double derivatives.
+def differentiation() -> Iterator[None]:
+    """Run one pass of differentiation, with attention kernels that have forward-mode
+    and double derivatives; an interrupt (Ctrl-C) waits for its end.
 
-    Fused scaled-dot-product kernels and the fused encoder layer have neither. The
-    switches are global flags of torch: the first block of any thread sets them, the
-    last one to end puts them back.
+    The flags of the kernels are the process's: the first pass of any thread sets them,
+    the last one to end puts them back. Torch counts the levels of its transforms, and
+    would go on from a wrong one after an interrupt.
     """
-    entered = False
+    block = object()
+    with _interrupts_wait():
+        try:
+            with _flags_guard:
+                if not _blocks:
+                    _flags[:] = [read() for read, _, _ in _switches]
+                _blocks.add(block)
+                for _, write, flag in _switches:
+                    write(flag)
+            yield
+        finally:
+            with _flags_guard:
+                _blocks.discard(block)
+                if not _blocks:
+                    for (_, write, _), flag in zip(_switches, _flags, strict=True):
+                        write(flag)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Hand interrupts of a block to their handler after it. Python handles them in its
+    main thread alone."""
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if main else None
+    if not callable(handler):
+        yield
+        return
+    waiting: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *args: waiting.append(args))
     try:
-        with _Kernels.lock:
-            if not _Kernels.n_blocks:
-                _Kernels.switched.enter_context(sdpa_kernel(SDPBackend.MATH))
-                if torch.backends.mha.get_fastpath_enabled():
-                    torch.backends.mha.set_fastpath_enabled(False)
-                    _Kernels.switched.callback(
-                        torch.backends.mha.set_fastpath_enabled, True
-                    )
-            _Kernels.n_blocks += 1
-            entered = True
         yield
     finally:
-        with _Kernels.lock:
-            _Kernels.n_blocks -= entered
-            if not _Kernels.n_blocks:
-                _Kernels.switched.close()
+        signal.signal(signal.SIGINT, handler)
+        if waiting:
+            handler(*waiting[0])
