@@ -38,21 +38,6 @@ class ELLALLLaplace(ELLALaplace):
         name of the last layer; found by a forward pass at `fit` if None
     **settings
         the keyword arguments of `ELLALaplace`, but for `parameter_names`
-
-    Examples
-    --------
-    >>> import torch
-    >>> from laplace import Laplace
-    >>> from torch.utils.data import DataLoader, TensorDataset
-    >>> import laplace_ella
-    >>> model = torch.nn.Sequential(
-    ...     torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
-    ... )
-    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
-    >>> la = Laplace(model, "classification", "last_layer", "nystrom", n_eigenvalues=10)
-    >>> la.fit(DataLoader(data, batch_size=25))
-    >>> la.n_params, la(torch.randn(4, 2)).shape
-    (51, torch.Size([4, 3]))
     """
 
     # how Laplace(..., subset_of_weights, hessian_structure) finds this class
@@ -158,10 +143,6 @@ class ELLALLLaplace(ELLALaplace):
         """Find the last layer, and estimate as `ELLALaplace.estimate_memory` does."""
         self._find_last_layer(train_loader)
         return super().estimate_memory(train_loader)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of `ELLALaplace`, with the name of the last layer."""
-        return super().state_dict()
 
     def _hyperparameters(self) -> dict[str, Any]:
         return {"last_layer_name": self.last_layer_name, **super()._hyperparameters()}

@@ -1,10 +1,9 @@
 """Losses, calibration errors and out-of-distribution scores of predictions.
 
-Tuning and reports use the same definitions, so that what is tuned is what is judged.
-Scores are plain floats. Predictions and targets are checked: NaN, probabilities that do
-not sum to one and classes out of range are errors, never numbers. Class indices of -100
-are not observed, as in `torch.nn.CrossEntropyLoss`, and left out. Index legend: N data,
-C outputs.
+Searches and reports use the same definitions. Scores are plain floats. NaN,
+probabilities that do not sum to one and classes out of range are errors; class indices
+of -100 are not observed, as in `torch.nn.CrossEntropyLoss`, and left out. Index legend:
+N data, C outputs.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributions import MultivariateNormal, kl_divergence
 
 #: Class index of targets that are not observed.
 IGNORED = -100
@@ -51,11 +51,7 @@ class ConfidenceCurve:
 
 
 def accuracy(probs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Return the share of correct predictions.
-
-    >>> accuracy(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0]))
-    0.5
-    """
+    """Return the share of correct predictions."""
     probs, targets = _observed(probs, targets)
     return float((probs.argmax(-1) == targets).double().mean())
 
@@ -65,7 +61,7 @@ def nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
 
     Targets are class indices `(N,)`, or class probabilities `(N, C)`, for which this is
     the cross-entropy. A probability of zero counts as the smallest normal float32 (87.3
-    nats): one underflow should be visible in the mean, not replace it by infinity.
+    nats), so that one underflow does not make the mean infinite.
 
     >>> round(nll(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])), 4)
     0.5108
@@ -74,11 +70,7 @@ def nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 def nll_per_example(probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the terms of `nll`, `(N,)` less those not observed, float64.
-
-    >>> nll_per_example(torch.tensor([[0.5, 0.5], [0.2, 0.8]]), torch.tensor([0, 0]))
-    tensor([0.6931, 1.6094], dtype=torch.float64)
-    """
+    """Return the terms of `nll`, `(N,)` less those not observed, float64."""
     if targets.shape == probs.shape and targets.is_floating_point():
         _check_probabilities("targets", targets)
         _check_probabilities("probs", probs)
@@ -94,10 +86,6 @@ def bernoulli_nll_per_example(
 
     `probs` `(N, C)` has the probability of each label, `targets` `(N, C)` is 0 or 1, or
     a probability between.
-
-    >>> probs = torch.tensor([[0.5, 0.5], [1.0, 0.5]])
-    >>> bernoulli_nll_per_example(probs, torch.tensor([[1, 0], [1, 0]]))
-    tensor([1.3863, 0.6931], dtype=torch.float64)
     """
     _check_same_shape("probs", probs, "targets", targets)
     _check_probabilities("probs", probs, sum_to_one=False)
@@ -123,12 +111,7 @@ def ece(probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15) -> float:
 def reliability_curve(
     probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15
 ) -> ReliabilityCurve:
-    """Return the bins behind `ece`, for a reliability diagram.
-
-    >>> probs, targets = torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([0, 1])
-    >>> reliability_curve(probs, targets)
-    ReliabilityCurve(confidence=[0.5, 1.0], accuracy=[0.0, 1.0], count=[1, 1])
-    """
+    """Return the bins behind `ece`, for a reliability diagram."""
     probs, targets = _observed(probs, targets)
     confidence, predicted = probs.double().max(-1)
     correct = (predicted == targets).double()
@@ -142,11 +125,7 @@ def reliability_curve(
 
 
 def brier(probs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Return the mean of Σ_c (p_c − 1[y = c])², in [0, 2].
-
-    >>> round(brier(torch.tensor([[0.8, 0.2]]), torch.tensor([0])), 4)
-    0.08
-    """
+    """Return the mean of Σ_c (p_c − 1[y = c])², in [0, 2]."""
     probs, targets = _observed(probs, targets)
     onehot = torch.nn.functional.one_hot(targets, probs.shape[-1]).double()
     return float((probs.double() - onehot).square().sum(-1).mean())
@@ -164,11 +143,7 @@ def entropy(probs: torch.Tensor) -> torch.Tensor:
 
 
 def binary_entropy(probs: torch.Tensor) -> torch.Tensor:
-    """Return the entropy in nats of each label with probability p, elementwise.
-
-    >>> binary_entropy(torch.tensor([1.0, 0.5]))
-    tensor([0.0000, 0.6931])
-    """
+    """Return the entropy in nats of each label with probability p, elementwise."""
     return torch.special.entr(probs) + torch.special.entr(1 - probs)
 
 
@@ -181,15 +156,10 @@ def error_versus_confidence(
 ) -> ConfidenceCurve:
     """Return the error rate against a threshold τ on the confidence max_c p_c.
 
-    With `ood_probs` `(N', C)`, predictions on out-of-distribution data, each of those
-    counts as an error (Deng et al. 2022, Fig. 4a). `side="below"` takes predictions
-    with confidence ≤ τ, as in the paper, `"above"` those with confidence ≥ τ, as in
-    Lakshminarayanan et al. 2017. Thresholds are 0, 0.02, …, 1 by default; those without
-    any prediction on their side are left out.
-
-    >>> probs, targets = torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1])
-    >>> error_versus_confidence(probs, targets, thresholds=[0.7, 1.0]).error
-    [1.0, 0.5]
+    Each of `ood_probs` `(N', C)`, predictions on out-of-distribution data, counts as an
+    error (Deng et al. 2022, Fig. 4a). `side="below"` takes predictions with confidence
+    ≤ τ, as in the paper, `"above"` those ≥ τ. Thresholds are 0, 0.02, …, 1 by default;
+    those without any prediction on their side are left out.
     """
     probs, targets = _observed(probs, targets)
     if side not in ("below", "above"):
@@ -228,12 +198,7 @@ def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:
 def classification_metrics(
     probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15
 ) -> dict[str, float]:
-    """Return accuracy, nll, ece and brier of predictions `(N, C)`.
-
-    >>> probs, targets = torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])
-    >>> sorted(classification_metrics(probs, targets))
-    ['accuracy', 'brier', 'ece', 'nll']
-    """
+    """Return accuracy, nll, ece and brier of predictions `(N, C)`."""
     return {
         "accuracy": accuracy(probs, targets),
         "nll": nll(probs, targets),
@@ -246,11 +211,7 @@ def classification_metrics(
 
 
 def rmse(mean: torch.Tensor, targets: torch.Tensor) -> float:
-    """Return the root mean squared error over all N·C entries.
-
-    >>> rmse(torch.tensor([[0.0], [0.0]]), torch.tensor([[3.0], [3.0]]))
-    3.0
-    """
+    """Return the root mean squared error over all N·C entries."""
     _check_same_shape("mean", mean, "targets", targets)
     _check_finite(mean=mean, targets=targets)
     return float((mean.double() - targets.double()).square().mean().sqrt())
@@ -274,12 +235,7 @@ def gaussian_nll(
 def gaussian_nll_per_example(
     mean: torch.Tensor, variance: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return the terms of `gaussian_nll`, `(N,)`, float64.
-
-    >>> zero, one = torch.zeros(2, 1), torch.ones(2, 1)
-    >>> gaussian_nll_per_example(mean=zero, variance=one, targets=one).shape
-    torch.Size([2])
-    """
+    """Return the terms of `gaussian_nll`, `(N,)`, float64."""
     _check_same_shape("mean", mean, "targets", targets)
     _check_gaussian(mean, variance)
     _check_finite(mean=mean, variance=variance, targets=targets)
@@ -344,9 +300,8 @@ def gaussian_kl(
         _check_gaussian(m, c, variances=False)
         _check_finite(mean=m, covariance=c)
         factor = _cholesky(c.double())
-        normal = torch.distributions.MultivariateNormal(m.double(), scale_tril=factor)
-        gaussians.append(normal)
-    return float(torch.distributions.kl_divergence(*gaussians).mean())
+        gaussians.append(MultivariateNormal(m.double(), scale_tril=factor))
+    return float(kl_divergence(*gaussians).mean())
 
 
 def regression_metrics(
@@ -360,10 +315,6 @@ def regression_metrics(
     `variance` is that of `gaussian_nll`, `levels` those of the coverage columns.
     `width_95` is the mean width of the central 95 % intervals, `calibration` the mean
     distance of observed from nominal coverage over the levels 5 %, …, 95 %.
-
-    >>> zero, one = torch.zeros(2, 1), torch.ones(2, 1)
-    >>> print(*regression_metrics(mean=zero, variance=one, targets=zero))
-    nll rmse coverage_50 coverage_90 coverage_95 width_95 calibration
     """
     loss = gaussian_nll(mean, variance, targets)
     marginal = variance.diagonal(dim1=-2, dim2=-1) if variance.ndim == 3 else variance

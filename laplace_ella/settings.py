@@ -39,20 +39,9 @@ PAPER: dict[str, Any] = {
     "complement": "drop",
     "evidence": "basis",
 }
-"""ELLA as in Deng et al. 2022, Sec. 5; `la.fit(train_loader, val_loader=val_loader,
-early_stopping=True)` stops as the paper does.
-
-Examples
---------
->>> import torch
->>> from laplace import Laplace
->>> import laplace_ella
->>> la = Laplace(
-...     torch.nn.Linear(2, 3), "classification", "all", "nystrom", **laplace_ella.PAPER
-... )
->>> la.subsample_size, la.n_eigenvalues
-(2000, 20)
-"""
+"""ELLA as in Deng et al. 2022, Sec. 5, as keyword arguments: `Laplace(..., "nystrom",
+**PAPER)`. `la.fit(train_loader, val_loader=val_loader, early_stopping=True)` stops as
+the paper does."""
 
 #: n_eigenvalues where it is not given; the second is the paper's.
 REGRESSION_RANK, CLASSIFICATION_RANK = "auto", PAPER["n_eigenvalues"]

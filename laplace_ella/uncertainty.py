@@ -70,10 +70,9 @@ def decompose(
 ) -> Uncertainty:
     """Return total, aleatoric and epistemic uncertainty of the linearised predictive.
 
-    Classification averages over Monte-Carlo samples of the logits, as `la(x,
-    link_approx="mc")` does; a finite S underestimates the epistemic part by about its
-    own spread over S. Regression needs no samples. A reward model's rewards have no
-    observation noise: their aleatoric part is 0.
+    Classification averages over S Monte-Carlo samples of the logits, as the link 'mc'
+    does, which underestimates the epistemic part by about its own spread over S.
+    Regression needs no samples; rewards have no noise, and so no aleatoric part.
 
     Parameters
     ----------

@@ -24,9 +24,8 @@ from tests.cases import (
     make,
     mapping_loader,
     mlp,
-    priors,
 )
-from tests.fitting import assert_close, build, fit
+from tests.fitting import assert_close, fit
 
 REGRESSION, CLASSIFICATION = "regression_3", "classification_mlp"
 both = pytest.mark.parametrize("name", [REGRESSION, CLASSIFICATION])
@@ -331,32 +330,6 @@ def test_generators(cls, draw):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# --- online fitting ----------------------------------------------------------------
-
-
-@both
-def test_online_fit(name):
-    """`override=False` keeps the basis and adds data; overriding starts anew."""
-    case = make(name)
-    half = len(case.x) // 2
-    data = TensorDataset(case.x, case.y)
-    first = DataLoader(torch.utils.data.Subset(data, range(half)), 5)
-    second = DataLoader(torch.utils.data.Subset(data, range(half, len(data))), 5)
-    la = build(case)
-    la.fit(first, override=False)  # of an unfitted object: a fit
-    V, H = la.basis.directions.clone(), la.H.clone()
-    la.fit(second, override=False)
-    expected = dense.Reference(case, V.T, sigma=la.sigma_noise)
-    assert_close(la.basis.directions, V, rtol=0, atol=0)
-    assert_close(la.H, expected.H)
-    assert_close(torch.as_tensor(la.loss).double(), expected.loss)
-    assert la.n_data == len(case.x)
-    assert_close(la.log_marginal_likelihood(), expected.evidence(1.0))
-    la.fit(first, override=True)
-    assert_close(la.H, H)
-    assert la.n_data == half
-
-
 # --- inputs, dtypes, graphs --------------------------------------------------------
 
 
@@ -483,15 +456,3 @@ def test_defaults_on_float32(cls):
     la.optimize_prior_precision()
     assert la(x).shape == (10, 2)
     assert la(x).dtype == torch.float32
-
-
-@flavours
-@pytest.mark.parametrize("structure", ["layerwise", "diag"])
-def test_other_priors_are_tuned(cls, structure):
-    case = make(REGRESSION)
-    la = fit(case, cls, prior_precision=priors(case)["scalar"])
-    before = la.log_marginal_likelihood()
-    la.optimize_prior_precision(prior_structure=structure, n_steps=20)
-    n = la.n_layers if structure == "layerwise" else la.n_params
-    assert la.prior_precision.shape == (n,)
-    assert la.log_marginal_likelihood() > before
