@@ -71,11 +71,10 @@ or None, default=None
     n_eigenvalues : int, "exact" or "auto", optional
         K, the number of directions. "exact" takes the gradients of every (example,
         output) pair, all directions that they span, and keeps the prior outside: exact
-        linearised Laplace, with derivatives in float64 where memory allows. "auto" is
-        exact for up to 4,000 pairs that fit in memory, and beyond takes as many
-        directions as hold 90 % of the sampled gradients' energy, at most 128. The
-        default is "auto" for regression and the paper's 20 for classification, where
-        the evidence is no guide to the exact posterior
+        linearised Laplace, with derivatives in float64 where memory allows. "auto", the
+        default, is exact for up to 4,000 pairs that fit in memory, and beyond takes as
+        many directions as hold 90 % of the sampled gradients' energy, at most 128 for
+        regression and the paper's 20 for classification
     seed : int, default=1234
         of the sampled pairs and of Monte-Carlo predictions without a generator; torch's
         global random state is neither read nor changed

@@ -324,8 +324,9 @@ class PriorTuning(PredictingLaplace):
         precision = float(prior) if prior.numel() == 1 else 1.0
         with torch.inference_mode(False), torch.no_grad():
             loss = self._link_loss("leave_one_out()", link_approx, n_samples)
-            positions = self._layout.of(self._checked_fit().output_shape)
-            return predict_left_out(loss, precision, positions, network)
+            fit = self._checked_fit()
+            positions = self._layout.of(fit.output_shape)
+            return predict_left_out(loss, precision, positions, fit.mean.dtype, network)
 
     def _search_prior_by_sampling(
         self,

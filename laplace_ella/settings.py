@@ -43,9 +43,6 @@ PAPER: dict[str, Any] = {
 **PAPER)`. `la.fit(train_loader, val_loader=val_loader, early_stopping=True)` stops as
 the paper does."""
 
-#: n_eigenvalues where it is not given; the second is the paper's.
-REGRESSION_RANK, CLASSIFICATION_RANK = "auto", PAPER["n_eigenvalues"]
-
 
 def from_numpy(value: Any) -> Any:
     """Return numpy arrays, which Laplace refuses, as a number or a tensor."""
@@ -158,10 +155,8 @@ class EllaSettings(ParametricLaplace):
             positive_int("stochastic", self.stochastic, or_="a bool")
         self._compute = replace(compute, row_mode=asked.row_mode)
         self._layout = member(OutputLayout, "output_layout", output_layout)
-        regression = likelihood == Likelihood.REGRESSION
-        usual = REGRESSION_RANK if regression else CLASSIFICATION_RANK
         self.subsample_size, self.seed = subsample_size, seed
-        self.n_eigenvalues = usual if n_eigenvalues is None else n_eigenvalues
+        self.n_eigenvalues = "auto" if n_eigenvalues is None else n_eigenvalues
         self.distributed = distributed
         self.multi_label = multi_label
         self._family = Family.of(likelihood, multi_label)

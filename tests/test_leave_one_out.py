@@ -370,8 +370,8 @@ def test_common_factor_of_other_priors(blobs):
         several = la.optimize_prior_precision()
         expected = torch.full((n,), one.prior_precision).double()
         assert several.rule == one.rule
-        assert_close(la.prior_precision, expected, rtol=0.02, atol=0)
-        torch.testing.assert_close(la.H, H, rtol=0.02, atol=0.02 * float(H.max()))
+        assert_close(la.prior_precision, expected, rtol=0.06, atol=0)
+        torch.testing.assert_close(la.H, H, rtol=0.06, atol=0.06 * float(H.max()))
 
 
 def test_temperature_of_the_likelihood_is_respected(blobs):

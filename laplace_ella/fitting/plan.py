@@ -39,8 +39,9 @@ __all__ = ["FitPlan", "check_plan"]
 
 logger = logging.getLogger("laplace_ella")
 
-#: n_eigenvalues="auto": as many directions of a sample are looked at.
-AUTO_MAX_RANK = 128
+#: n_eigenvalues="auto": at most so many directions of a sample; for classification the
+#: paper's number.
+REGRESSION_RANK, CLASSIFICATION_RANK = 128, 20
 
 #: n_eigenvalues="auto": up to so many pairs of example and output all are taken, if
 #: their gradients fit in memory.
@@ -141,7 +142,10 @@ class FitPlan:
     def rank_limit(self) -> int:
         """K, or as many directions of a sample as are looked at to choose it."""
         K = self.n_eigenvalues
-        return AUTO_MAX_RANK if isinstance(K, str) else K
+        if not isinstance(K, str):
+            return K
+        regression = self.observation.family.is_regression
+        return REGRESSION_RANK if regression else CLASSIFICATION_RANK
 
     @property
     def has_curvature_rows(self) -> bool:

@@ -17,16 +17,15 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 from scipy.optimize import minimize_scalar
 
+from laplace_ella.errors import NumericalWarning, warn_caller
 from laplace_ella.posterior.observation import FunctionValues, Link
 from laplace_ella.support.batches import Positions
 from laplace_ella.tuning.linear_model import (
     LinearModel,
     Mode,
-    curvature_at,
     find_mode,
     leave_one_out,
     mode_at,
@@ -41,8 +40,8 @@ __all__ = [
     "predict_left_out",
 ]
 
-#: log δ, less that of MacKay's fixed point: what is searched, and in which steps.
-WIDTH, STEP = 4.5, 1.5
+#: Steps in log δ from MacKay's fixed point on, and how many there are at most.
+STEP, N_STEPS = 1.25, 4
 
 #: Softmax temperatures: of the network's own outputs, and those that are chosen. Few
 #: examples that are all right are no reason to be surer than the network.
@@ -158,24 +157,34 @@ class LinkLoss:
 
 
 def mackay(
-    model: LinearModel, start: float = 1.0, n_rounds: int = 30, rtol: float = 0.03
+    model: LinearModel, mode: Mode, n_rounds: int = 30, tolerance: float = 0.02
 ) -> Mode:
     """Return the mode at MacKay's fixed point δ = γ/‖z* + d‖², γ the effective number
-    of parameters; each round goes half the way, in logarithms."""
-    mode = mode_at(model, torch.zeros_like(model.shift), start)
-    mode = mode_at(model, -model.shift / 2, start) if not mode.H.any() else mode
+    of parameters, by the secant method for log δ from a first mode."""
+    previous: tuple[float, float] | None = None
     for _ in range(n_rounds):
         mode = find_mode(model, mode.precision, mode)
         inverse = torch.cholesky_inverse(mode.root)
         freedom = len(inverse) - mode.precision * float(inverse.trace())
         square = float((mode.z + model.shift).square().sum())
         if not (freedom > 0 and square > 0):
-            break
-        following = math.sqrt(mode.precision * freedom / square)
-        if abs(math.log(following / mode.precision)) < rtol:
-            break
-        mode = replace(mode, precision=following)
-    return mode
+            return mode
+        here, off = math.log(mode.precision), math.log(freedom / square)
+        off -= here
+        if abs(off) < tolerance:
+            return mode
+        slope = -1.0
+        if previous is not None and here != previous[0]:
+            slope = (off - previous[1]) / (here - previous[0])
+        step = -off / min(max(slope, -2.0), -0.3)
+        previous = here, off
+        mode = replace(mode, precision=math.exp(here + min(max(step, -3.0), 3.0)))
+    warn_caller(
+        f"MacKay's fixed point was not found in {n_rounds} rounds: the prior precision "
+        f"is {mode.precision:.3g}. Set one, or use validation data.",
+        NumericalWarning,
+    )
+    return find_mode(model, mode.precision, mode)
 
 
 @dataclass(frozen=True)
@@ -193,8 +202,8 @@ class PriorChoice:
     H : torch.Tensor
         H* `(K, K)`, the curvature at the mode of the linear model
     mackay, loo : float
-        prior precisions of MacKay's fixed point, and with the lowest leave-one-out
-        loss of the linear model
+        prior precisions of MacKay's fixed point, and from there on with the lowest
+        leave-one-out loss of the linear model (below it as well for method 'loo')
     training_precision : float
         δ_train, of the regulariser for which the network is stationary
     network_temperature : float
@@ -236,57 +245,57 @@ def choose_prior(
     network = leave_one_out(model, origin)
     alone = replace(network, covariance=torch.zeros_like(network.covariance))
     tau_loo, _ = loss.best_temperature(alone.function_values(), ALONE)
-    fixed = mode = mackay(model, start)
-
-    def network_values(V: torch.Tensor) -> FunctionValues:
-        return replace(network, covariance=V).function_values()
-
-    grid = math.log(fixed.precision) + np.arange(WIDTH, -WIDTH - STEP / 2, -STEP)
-    linear_losses, network_losses = [], []
-    for log_precision in grid:
-        mode = find_mode(model, math.exp(log_precision), mode)
-        without = leave_one_out(model, mode)
-        linear_losses.append(loss(without.function_values()))
-        values = network_values(without.covariance)
-        network_losses.append(loss.best_temperature(values, CHOSEN)[1])
-    loo, calibrated = lowest(grid, linear_losses), lowest(grid, network_losses)
     if method is PriorMethod.AUTO:
         trusted = tau_loo <= TRUSTED_TEMPERATURE
         method = PriorMethod.CALIBRATED if trusted else PriorMethod.LARGER
+    mode = fixed = mackay(model, replace(origin, precision=start))
+
+    def judge(mode: Mode) -> tuple[float, float, float]:
+        """Return the losses of linear model and network, and the network's τ."""
+        without = leave_one_out(model, mode)
+        values = replace(network, covariance=without.covariance).function_values()
+        tau, network_loss = loss.best_temperature(values, CHOSEN)
+        return loss(without.function_values()), network_loss, tau
+
+    # From MacKay's precision upwards; downwards only where that is asked for.
+    which = 1 if method is PriorMethod.CALIBRATED else 0
+    judged = {0: judge(fixed)}
+    for sign in (1, -1) if method is PriorMethod.LOO else (1,):
+        mode = fixed
+        for i in range(sign, sign * (N_STEPS + 1), sign):
+            mode = find_mode(model, fixed.precision * math.exp(i * STEP), mode)
+            judged[i] = judge(mode)
+            if judged[i][which] > judged[i - sign][which]:
+                break
+    linear, by_network = ({i: judged[i][k] for i in sorted(judged)} for k in (0, 1))
+    loo = fixed.precision * math.exp(STEP * lowest(linear))
     chosen = {
-        PriorMethod.LARGER: max(fixed.precision, loo),
-        PriorMethod.CALIBRATED: calibrated,
+        PriorMethod.LARGER: loo,
+        PriorMethod.CALIBRATED: fixed.precision * math.exp(STEP * lowest(by_network)),
         PriorMethod.LOO: loo,
         PriorMethod.MACKAY: fixed.precision,
     }[method]
-    mode, tau = find_mode(model, chosen, fixed), 1.0
-    if method is PriorMethod.CALIBRATED:
-        V = leave_one_out(model, mode).covariance
-        tau, _ = loss.best_temperature(network_values(V), CHOSEN)
+    mode = find_mode(model, chosen, fixed)
     return PriorChoice(
         method,
         chosen,
-        tau,
-        curvature_at(mode.f, model.given, model.observation),
+        judge(mode)[2] if method is PriorMethod.CALIBRATED else 1.0,
+        model.in_the_basis(mode.H),
         fixed.precision,
         loo,
         precision,
         tau_loo,
-        min(linear_losses),
-        min(network_losses),
+        min(linear.values()),
+        min(by_network.values()),
     )
 
 
-def lowest(grid: np.ndarray, losses: list[float]) -> float:
-    """Return exp of the place of the minimum, by a parabola through three points."""
-    i = int(np.argmin(losses))
-    if 0 < i < len(grid) - 1:
-        left, here, right = losses[i - 1 : i + 2]
-        bend = left - 2 * here + right
-        if math.isfinite(bend) and bend > 0:
-            step = (left - right) / (2 * bend)
-            return math.exp(grid[i] + step * (grid[i + 1] - grid[i]))
-    return math.exp(grid[i])
+def lowest(losses: dict[int, float]) -> float:
+    """Return the place of the minimum, by a parabola through it and its neighbours."""
+    i = min(losses, key=losses.__getitem__)
+    left, here, right = (losses.get(k, math.nan) for k in (i - 1, i, i + 1))
+    bend = left - 2 * here + right
+    return i + (left - right) / (2 * bend) if 0 < bend < math.inf else float(i)
 
 
 @dataclass(frozen=True)
@@ -316,6 +325,7 @@ def predict_left_out(
     loss: LinkLoss,
     precision: float,
     positions: Positions,
+    dtype: torch.dtype,
     network: bool = False,
 ) -> LeftOut:
     """Return predictions without each example, for a prior precision; with the means of
@@ -327,7 +337,7 @@ def predict_left_out(
         precision = model.training_precision
         logits = leave_one_out(model, replace(start, precision=precision)).logits
         without = replace(without, logits=logits)
-    values, dtype = without.function_values(), model.given.f.dtype
+    values = without.function_values()
     losses, probabilities = loss.rows(values)
     return LeftOut(
         positions.restore(values.mean).to(dtype),

@@ -29,7 +29,6 @@ __all__ = [
     "LeaveOneOut",
     "LinearModel",
     "Mode",
-    "curvature_at",
     "find_mode",
     "leave_one_out",
     "mode_at",
@@ -48,20 +47,20 @@ class LinearModel:
     rows : TrainingRows
         outputs f̂ `(N, S, C)`, features φ `(N, S, C, K)` and targets `(N, S, ...)`, in
         coordinates in which the prior is scalar
-    given : TrainingRows
-        the same in the coordinates of the basis
     shift : torch.Tensor
         d `(K,)`: the prior of z is N(−d, δ⁻¹)
     square_distance : float
         (θ̂ − μ₀)ᵀD(θ̂ − μ₀) over all parameters, for D with δ = 1
     observation : ObservationModel
+    scale : torch.Tensor, optional
+        L `(K, K)`: z is Lᵀ times the coordinates in the basis; the identity if None
     """
 
     rows: TrainingRows
-    given: TrainingRows
     shift: torch.Tensor
     square_distance: float
     observation: ObservationModel
+    scale: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -74,13 +73,13 @@ class LinearModel:
     ) -> LinearModel:
         """Return the model whose prior has δ times this precision `(K, K)` in the
         coordinates of the features; the identity by default."""
-        phi, shift, given = rows.phi.double(), shift.double(), rows
+        phi, shift, L = rows.phi.double(), shift.double(), None
         if precision is not None:  # z → Lᵀz, LLᵀ = precision
             L = torch.linalg.cholesky(precision.double())
             phi = torch.linalg.solve_triangular(L.mT, phi, upper=True, left=False)
             shift = L.mT @ shift
         rows = TrainingRows(rows.f.double(), phi, rows.y)
-        return cls(rows, given, shift, square_distance, observation)
+        return cls(rows, shift, square_distance, observation, L)
 
     @property
     def factor(self) -> torch.Tensor:
@@ -118,8 +117,19 @@ class LinearModel:
         return self.rows.phi.flatten(0, 2).mT @ self.residuals(f).flatten()
 
     def curvature(self, f: torch.Tensor) -> torch.Tensor:
-        """Return H `(K, K)` at outputs."""
-        return curvature_at(f, self.rows, self.observation, self.factor)
+        """Return H = Σ φᵀΛφ/(σ²T) `(K, K)` at outputs."""
+        family, rows = self.observation.family, f.flatten(0, 1)
+        psi = likelihood.curvature_root(rows, self.rows.phi.flatten(0, 1), family)
+        psi = psi * self.factor.sqrt().reshape(-1, 1)
+        if (known := self.known) is not None:
+            psi = psi * known.flatten()[:, None, None]
+        psi = psi.flatten(0, 1)
+        return psi.mT @ psi
+
+    def in_the_basis(self, H: torch.Tensor) -> torch.Tensor:
+        """Return Σ φᵀΛφ `(K, K)` in the coordinates of the basis; one noise."""
+        H = H / self.factor
+        return H if self.scale is None else self.scale @ H @ self.scale.mT
 
     def blocks(self, f: torch.Tensor) -> torch.Tensor:
         """Return Λ of every example, `(N, Q, Q)`; positions do not mix."""
@@ -141,22 +151,6 @@ class LinearModel:
             return 1e-6
         found = -float(self.gradient(self.rows.f) @ self.shift) / self.square_distance
         return max(found, 1e-6)
-
-
-def curvature_at(
-    f: torch.Tensor,
-    rows: TrainingRows,
-    observation: ObservationModel,
-    factor: torch.Tensor | float = 1.0,
-) -> torch.Tensor:
-    """Return Σ φᵀΛφ `(K, K)`, float64, with Λ at outputs `(N, S, C)`."""
-    family, phi = observation.family, rows.phi.flatten(0, 1)
-    psi = likelihood.curvature_root(f.flatten(0, 1), phi, family)
-    psi = psi * torch.as_tensor(factor).sqrt().to(psi).reshape(-1, 1)
-    known = likelihood.observed(rows.y.flatten(0, 1), family)
-    psi = psi if known is None else psi * known[:, None, None]
-    psi = psi.flatten(0, 1)
-    return psi.mT @ psi
 
 
 # The mode
@@ -210,12 +204,12 @@ def find_mode(
         z = _descend(model, replace(start, precision=precision), n_steps)
         start = mode_at(model, z, precision)
         L, f = start.root, start.f
-        for _ in range(4):
+        for step in range(4):
             slope = model.gradient(f)
             gradient = slope + precision * (z + model.shift)
             error, scale = float(gradient.norm()), float(slope.norm()) + 1e-3
             if error <= TOLERANCE * scale:
-                return replace(start, z=z, f=f)
+                return replace(start, z=z, f=f) if step else start
             z = z - torch.cholesky_solve(gradient.unsqueeze(-1), L).squeeze(-1)
             f = model.outputs(z)
     if error > 100 * TOLERANCE * scale:
