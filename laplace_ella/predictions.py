@@ -15,7 +15,7 @@ from laplace_ella.base import EllaBase
 from laplace_ella.errors import LinkWarning, warn_caller
 from laplace_ella.fitting.data import check_loader, loader_batches
 from laplace_ella.posterior.observation import N_SAMPLES, Link
-from laplace_ella.posterior.predictive import Predictor, class_dim
+from laplace_ella.posterior.predictive import Predictor
 from laplace_ella.support.batches import OutputLayout, split_batch
 from laplace_ella.support.checks import check_generator, member, positive_int
 from laplace_ella.support.preserve import (
@@ -497,5 +497,4 @@ class PredictingLaplace(EllaBase):
 
     def _probabilities(self, samples: torch.Tensor) -> torch.Tensor:
         """Return the inverse link of samples of the outputs, `(n, B, ...)`."""
-        dim = class_dim(self._layout)
-        return self._observation.sampled_probabilities(samples, dim)
+        return self._observation.sampled_probabilities(samples)

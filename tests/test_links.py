@@ -149,8 +149,9 @@ def test_float32_and_extreme_logits_are_finite(link):
 
 
 def test_unknown_links():
+    case, la, _ = fitted()
     with pytest.raises(ValueError, match=r"link_approx must be one of .*'probit'"):
-        class_probabilities(values(), "sigmoid")
+        la(case.x_test, link_approx="sigmoid")
 
 
 # Of fits

@@ -17,7 +17,6 @@ from laplace.utils.enums import Likelihood
 
 from laplace_ella import metrics
 from laplace_ella.support.batches import OutputLayout, Positions, chunks
-from laplace_ella.support.checks import member
 
 __all__ = [
     "Family",
@@ -160,15 +159,8 @@ class FunctionValues:
         covariance = self.factor @ self.factor.mT
         return covariance if self.residual is None else covariance + self.residual
 
-    def row_sums(self) -> torch.Tensor:
-        """Return f_var · 1 `(B, C)`, as A(Aᵀ1)."""
-        sums = (self.factor @ self.factor.sum(1).unsqueeze(-1)).squeeze(-1)
-        return sums if self.residual is None else sums + self.residual.sum(-1)
-
     def divided_by(self, scale: float) -> FunctionValues:
-        """Return the Gaussian of f/scale; by 1 the very same numbers."""
-        if scale == 1:
-            return self
+        """Return the Gaussian of f/scale."""
         residual = None if self.residual is None else self.residual / scale**2
         return FunctionValues(self.mean / scale, self.factor / scale, residual)
 
@@ -249,9 +241,9 @@ def class_probabilities(
 
     `diagonal_output` takes the logits for independent, by their marginal variances.
     """
-    link = member(Link, "link_approx", link)
+    link = Link(link)
     if link is Link.PROBIT:
-        return _moderated(f.mean, f.variance(), family)
+        return family.probabilities(f.mean / (1 + math.pi / 8 * f.variance()).sqrt())
     if link is Link.PROBIT_CENTERED:
         return _centered_probit(f, diagonal_output)
     if link is not Link.MC:
@@ -266,14 +258,6 @@ def class_probabilities(
     return total / n_samples
 
 
-def _moderated(
-    mean: torch.Tensor, variance: torch.Tensor, family: Family = Family.CATEGORICAL
-) -> torch.Tensor:
-    """Scale logits by 1/√(1 + π/8·var) before the softmax or sigmoid."""
-    kappa = torch.rsqrt(1 + math.pi / 8 * variance)
-    return family.probabilities(kappa * mean)
-
-
 def _centered_probit(f: FunctionValues, diagonal_output: bool) -> torch.Tensor:
     """Return the probit of f − mean_c f: a common shift is no uncertainty.
 
@@ -281,15 +265,13 @@ def _centered_probit(f: FunctionValues, diagonal_output: bool) -> torch.Tensor:
     (f_c − mean f)·C/(C − 1): of two classes the variance of f₁ − f₂, with which
     MacKay's approximation of the sigmoid is met.
     """
-    centered = f.centered()
-    C = f.mean.shape[-1]
+    C, centered = f.mean.shape[-1], f.centered()
+    variance = centered.variance()
     if diagonal_output:
         marginal = f.variance()
         variance = marginal * (1 - 2 / C) + marginal.sum(-1, keepdim=True) / C**2
-    else:
-        variance = centered.variance()
-    others = max(C - 1, 1)
-    return _moderated(centered.mean, variance * (C / others) ** 2)
+    variance = variance * (C / max(C - 1, 1)) ** 2
+    return (centered.mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
 
 
 def _bridge(f: FunctionValues, normalize: bool) -> torch.Tensor:
@@ -297,8 +279,10 @@ def _bridge(f: FunctionValues, normalize: bool) -> torch.Tensor:
     variance first."""
     C = f.mean.shape[-1]
     tiny = torch.finfo(f.mean.dtype).tiny
-    # Condition on Σ_c f_c = 0, from row sums of f_var alone.
-    rows = f.row_sums()  # (B, C)
+    # Condition on Σ_c f_c = 0, from the row sums f_var·1 = A(Aᵀ1) alone.
+    rows = (f.factor @ f.factor.sum(1).unsqueeze(-1)).squeeze(-1)  # (B, C)
+    if f.residual is not None:
+        rows = rows + f.residual.sum(-1)
     total = rows.sum(-1, keepdim=True).clamp_min(tiny)
     mean = f.mean - rows * f.mean.sum(-1, keepdim=True) / total
     var = (f.variance() - rows.square() / total).clamp_min(tiny)
@@ -344,11 +328,6 @@ class ObservationModel:
     softmax_temperature: float = 1.0
     top_outputs: int | None = None
 
-    @property
-    def has_several_noises(self) -> bool:
-        """Whether the outputs differ in their noise."""
-        return self.sigma_noise.numel() > 1
-
     def check_noise(self, positions: Positions) -> None:
         """Refuse a number of noises that is neither one nor that of the outputs."""
         n, C = self.sigma_noise.numel(), positions.n_channels
@@ -362,10 +341,8 @@ class ObservationModel:
     def check_link(self, link_approx: Link, n_channels: int | None = None) -> None:
         """Refuse a link that is not for predictions of C outputs, if C is known."""
         bridges = (Link.BRIDGE, Link.BRIDGE_NORM)
-        if self.family is Family.BERNOULLI and link_approx not in (
-            Link.PROBIT,
-            Link.MC,
-        ):
+        labels = self.family is Family.BERNOULLI
+        if labels and link_approx not in (Link.PROBIT, Link.MC):
             raise ValueError(
                 f"link_approx={link_approx.value!r} is for one class of several: the "
                 "Laplace bridge leads to a Dirichlet, and a common shift matters to "
@@ -425,15 +402,15 @@ class ObservationModel:
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Return probabilities `(B, C)` of classes or labels by one of the links."""
-        values = f.divided_by(self.softmax_temperature)
+        tau = self.softmax_temperature
+        values = f if tau == 1 else f.divided_by(tau)  # by 1 the very same numbers
         return class_probabilities(
             values, link_approx, n_samples, diagonal_output, generator, self.family
         )
 
-    def sampled_probabilities(
-        self, samples: torch.Tensor, dim: int = -1
-    ) -> torch.Tensor:
-        """Return probabilities of sampled outputs, whose classes are in `dim`."""
+    def sampled_probabilities(self, samples: torch.Tensor) -> torch.Tensor:
+        """Return probabilities of samples `(n, B, ...)` of the model's output."""
+        dim = 2 if self.layout is OutputLayout.CHANNELS_FIRST else -1
         tau = self.softmax_temperature
         return self.family.probabilities(samples if tau == 1 else samples / tau, dim)
 

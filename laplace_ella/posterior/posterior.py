@@ -205,13 +205,12 @@ class SubspacePosterior:
         return self.prior.numel() == 1
 
     @property
-    def is_layerwise(self) -> bool:
-        """Whether each parameter tensor has its own."""
+    def _is_layerwise(self) -> bool:
         return self.prior.numel() == len(self.basis.numels) != self.n_params
 
     def prior_diagonal(self) -> torch.Tensor:
         """Return D as a vector `(P,)`, or `(1,)` for a scalar prior."""
-        if self.is_scalar or not self.is_layerwise:
+        if self.is_scalar or not self._is_layerwise:
             return self.prior
         sizes = torch.as_tensor(self.basis.numels, device=self.prior.device)
         return self.prior.repeat_interleave(sizes, output_size=self.n_params)
@@ -226,7 +225,7 @@ class SubspacePosterior:
             return prior * ones if H.ndim == 1 else (prior * ones).diag()
         kept = self.complement is not Complement.DROP
         weights = 1 / prior if kept else prior
-        if self.is_layerwise:
+        if self._is_layerwise:
             gram = torch.einsum("l,lij->ij", weights, self.basis.layer_grams)
         else:
             V = self.basis.directions.to(prior)
@@ -270,9 +269,13 @@ class SubspacePosterior:
         """log det of the posterior precision less that of the prior precision, over
         the directions that the evidence is of."""
         within = _log_det(self.precision) - _log_det(self.prior_on_subspace)
+        return within + self._log_det_beyond(self.rank)
+
+    def _log_det_beyond(self, rank: int) -> torch.Tensor | float:
+        """Return what directions after the first `rank` add to it."""
         if self.tail is None or not self.whole or not self.is_scalar:
-            return within
-        return within + self.tail.log_det(self.rank, self.factor, self.prior)
+            return 0.0
+        return self.tail.log_det(rank, self.factor, self.prior)
 
     def log_det_ratios(self) -> torch.Tensor:
         """Return the same for every rank k = 1..K, `(K,)`, from one factorisation.
@@ -284,10 +287,8 @@ class SubspacePosterior:
             return torch.stack([self.truncate(k).log_det_ratio for k in ranks])
         G, prior = _cholesky(self.precision), _cholesky(self.prior_on_subspace)
         within = 2 * (G.diagonal() / prior.diagonal()).log().cumsum(0)
-        if self.tail is None or not self.whole or not self.is_scalar:
-            return within
-        outside = [self.tail.log_det(k, self.factor, self.prior) for k in ranks]
-        return within + torch.stack(outside)
+        beyond = [torch.as_tensor(self._log_det_beyond(k)).to(within) for k in ranks]
+        return within + torch.stack(beyond)
 
     # Weight space
 

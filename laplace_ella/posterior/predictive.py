@@ -22,19 +22,14 @@ from laplace_ella.posterior.observation import (
     psd_root,
 )
 from laplace_ella.posterior.posterior import SubspacePosterior
-from laplace_ella.support.batches import OutputLayout, Positions, chunks, to_device
+from laplace_ella.support.batches import Positions, chunks, to_device
 from laplace_ella.support.preserve import full_precision
 
-__all__ = ["FunctionValues", "Predictor", "class_dim", "features_for"]
+__all__ = ["Predictor", "features_for"]
 
 #: Numbers that samples of the weights, or the Jacobians of groups of inputs, have
 #: together.
 BUDGET = 2**24
-
-
-def class_dim(layout: OutputLayout) -> int:
-    """Return the dimension of the C classes in samples `(n, B, ...)`."""
-    return 2 if layout is OutputLayout.CHANNELS_FIRST else -1
 
 
 def features_for(
@@ -89,10 +84,7 @@ class Predictor:
             features = features_for(posterior, linearizer, part, self.create_graph, top)
             with full_precision(linearizer.device):
                 values = posterior.function_values(
-                    features.f,
-                    features.phi,
-                    features.residual,
-                    features.outputs,
+                    features.f, features.phi, features.residual, features.outputs
                 )
             yield values, features.positions
 
@@ -110,7 +102,8 @@ class Predictor:
         """Return the mean, and the covariance of the C outputs at each position;
         variances in the shape of the output if `diagonal_output`."""
         means, spreads = [], []
-        n_results = 1 if diagonal_output else self._n_channels
+        layout, shape = self.observation.layout, self.linearizer.output_shape
+        n_results = 1 if diagonal_output else layout.of(shape).n_channels
         for values, positions in self.function_values(x, n_results=n_results):
             means.append(positions.restore(values.mean).to(self.dtype))
             with full_precision(self.linearizer.device):
@@ -120,11 +113,6 @@ class Predictor:
                     spread = positions.restore_positions(values.covariance())
             spreads.append(spread.to(self.dtype))
         return torch.cat(means), torch.cat(spreads)
-
-    @property
-    def _n_channels(self) -> int:
-        """C."""
-        return self.observation.layout.of(self.linearizer.output_shape).n_channels
 
     def probabilities(
         self,
@@ -175,7 +163,7 @@ class Predictor:
         self, x: torch.Tensor, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `(b, n)` and `(b, n, n)`: the same of b groups of `size` inputs."""
-        x, at_once = to_device(x, self.linearizer.device), len(x) // size
+        at_once = len(x) // size
         if self.posterior.needs_residual:  # Jacobians of some groups at a time
             n_values = self.linearizer.n_values(x[:size])
             at_once = max(1, BUDGET // (n_values * self.linearizer.n_params))

@@ -10,9 +10,13 @@ from typing import Any
 import torch
 import torchmetrics
 
-from laplace_ella.posterior.observation import Family, Link, ObservationModel
+from laplace_ella.posterior.observation import (
+    Family,
+    FunctionValues,
+    Link,
+    ObservationModel,
+)
 from laplace_ella.posterior.posterior import SubspacePosterior
-from laplace_ella.posterior.predictive import FunctionValues
 from laplace_ella.tuning.cache import FeatureCache
 
 Loss = torchmetrics.Metric | Callable[..., Any]
