@@ -163,7 +163,7 @@ class Predictor:
         self, x: torch.Tensor, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `(b, n)` and `(b, n, n)`: the same of b groups of `size` inputs."""
-        at_once = len(x) // size
+        x, at_once = to_device(x, self.linearizer.device), len(x) // size
         if self.posterior.needs_residual:  # Jacobians of some groups at a time
             n_values = self.linearizer.n_values(x[:size])
             at_once = max(1, BUDGET // (n_values * self.linearizer.n_params))
