@@ -66,7 +66,6 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     ),
     "grid_size": (int, "values of each grid search"),
     "n_steps": (int, "steps of each search by the evidence"),
-    "n_bins": (int, "of the expected calibration error"),
     "reference": (_or_none, "regression: method to measure divergences to, or none"),
     "memory_budget": (str, 'bytes, or a text like "8 GB"'),
     "cache": (Path, "folder of finished rows, which are read the next time"),

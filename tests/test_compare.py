@@ -156,7 +156,7 @@ def test_noise_of_a_regression_is_chosen_by_the_evidence(values):
     assert rows["map"].metrics == pytest.approx(expected, rel=1e-5)
     la = values.laplace(KNOWN["full"])
     chosen = settings_of(rows["full"], "prior_precision", "sigma_noise")
-    assert rows["full"].settings["chosen"] == list(chosen)
+    assert sorted(rows["full"].settings["chosen"]) == list(chosen)
     prior, noise = (torch.tensor(v).log().requires_grad_() for v in chosen.values())
     la.log_marginal_likelihood(prior.exp(), noise.exp()).backward()
     assert abs(float(prior.grad)) < 0.05
@@ -208,7 +208,7 @@ def test_early_stopping_and_tempering(classes):
     stopped, other = classes.compare([KNOWN["ella-paper"], tempered])
     assert stopped.settings["chosen"] == ["n_data"]
     assert 0 < stopped.settings["n_data"] <= N_TRAIN
-    assert other.settings["chosen"] == ["prior_precision", "temperature"]
+    assert set(other.settings["chosen"]) == {"prior_precision", "temperature"}
 
 
 @pytest.mark.parametrize("name", [*LAPLACE[:3], "last-layer-full"])
@@ -237,7 +237,7 @@ def test_a_calibrated_row_is_what_its_settings_give(classes, name, link):
     method = Method("m", KNOWN[name].kwargs, tune="calibration")
     (row,) = classes.compare([method], links=[link])
     names = ("prior_precision", "temperature")
-    assert row.settings["chosen"] == [*names, "softmax_temperature"]
+    assert set(row.settings["chosen"]) == {*names, "softmax_temperature"}
     la = classes.laplace(method, **settings_of(row, *names))
     mean, covariance = (t.double() for t in grid_search.moments(la, classes.test[0]))
     tau = row.settings["softmax_temperature"]
@@ -255,7 +255,7 @@ def test_a_calibrated_regression_is_what_its_settings_give(values, name):
     (row,) = values.compare([method], sigma_noise=1.5)
     names = ("prior_precision", "temperature", "sigma_noise")
     chosen = settings_of(row, *names)
-    assert row.settings["chosen"] == list(names)
+    assert set(row.settings["chosen"]) == set(names)
     assert 0.1 < chosen["sigma_noise"] < 1.0
     la = values.laplace(method, **chosen)
     expected = values.scores(la(values.test[0]), noise=chosen["sigma_noise"])
@@ -447,15 +447,13 @@ def test_interruption_keeps_what_is_finished(classes, monkeypatch, tmp_path):
 
 def test_warnings_of_a_row_are_its_note(classes):
     ours = {**KNOWN["ella"].kwargs, "n_eigenvalues": 500}
-    narrow = {"log_prior_prec_min": 3, "log_prior_prec_max": 4}
-    kwargs = KNOWN["diag"].kwargs
-    border = Method("m", kwargs, tune="gridsearch", tune_kwargs=narrow)
-    report = classes.compare([Method("many", ours), border])
+    border = Method("m", KNOWN["diag"].kwargs, tune="gridsearch")
+    report = classes.compare([Method("many", ours), border], grid_size=2)
     assert "n_eigenvalues=500 exceeds the usable rank" in report["many"][0].note
     row = report["m"][0]
     assert row.settings["at_border"]
-    assert "The best prior precision, 1e+03, is at the border" in row.note
-    assert "δ = 1e+03*" in str(report)
+    assert "is at the border of the grid" in row.note
+    assert f"δ = {row.settings['prior_precision']:.3g}*" in str(report)
 
 
 # The cache
@@ -535,7 +533,7 @@ def test_what_differs_is_computed_again(cached, classes, monkeypatch):
     assert cached(model=model)[0] == both
     model = nn.Sequential(classes.model[0], nn.ReLU(), classes.model[2])
     assert cached(model=model)[0] == both
-    assert cached(n_bins=10, methods=["map"])[0] == ["map"]
+    assert cached(prior_precision=2.0, methods=["map"])[0] == ["map"]
     assert cached(seeds=[0, 1], methods=["map"])[0] == ["map"]
     prior = Method("diag", {**KNOWN["diag"].kwargs, "prior_precision": 2.0})
     assert cached(methods=[prior])[0] == ["diag"]
@@ -631,8 +629,8 @@ def test_nothing_of_the_users_is_touched(classes, capsys):
     ("kwargs", "match"),
     [
         ({"methods": ["nope"]}, "Unknown method 'nope'. Known: map"),
-        ({"methods": ["map", "map"]}, "map more than once"),
-        ({"methods": []}, "at least one; got none"),
+        ({"methods": ["map", "map"]}, "different names, got 'map' twice"),
+        ({"methods": []}, "at least one method"),
         ({"links": ["logit"]}, "links must be one of"),
         ({"links": ["mc", "mc"]}, "links must differ"),
         ({"seeds": []}, "seeds must differ and be at least one"),
@@ -663,7 +661,7 @@ def test_mistakes_are_errors_before_any_fit(classes, kwargs, match, monkeypatch)
 def test_other_mistakes(classes):
     with pytest.raises(TypeError, match="must be a torch"):
         classes.compare(["map"], model=3)
-    with pytest.raises(TypeError, match="A method is a name"):
+    with pytest.raises(ValueError, match="Unknown method 3"):
         classes.compare([3])
     with pytest.raises(ValueError, match="'classification' or 'regression'"):
         compare(classes.model, "poisson", None, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 
 import pytest
@@ -36,7 +35,7 @@ def report():
         result("kron", 0.2, *DRAWS, left_out="BatchNorm2d"),
         Result("full", status="skipped: needs 1.2 TB"),
     ]
-    origin = {"Model": {"class": "Sequential"}}
+    origin = {"model": "Sequential"}
     return Report(rows, "classification", origin=origin)
 
 
@@ -91,7 +90,7 @@ def test_rows_are_marked_within_their_group(report):
 
 def test_lookups_and_their_errors(report):
     assert [r.link for r in report["ella"]] == ["mc", "probit"]
-    assert len(report) == 6
+    assert len(list(report)) == 6
     with pytest.raises(KeyError, match="it has map, ella, tau, kron, full"):
         report["diag"]
     with pytest.raises(KeyError, match="there are accuracy, nll, fit_s"):
@@ -135,7 +134,6 @@ def test_markdown_and_csv(report):
     assert float(lines[0]["nll"]) == 0.16
     assert lines[4]["nll"] == ""
     assert lines[4]["status"] == "skipped: needs 1.2 TB"
-    assert lines[1]["settings"] == "δ = 2*"
 
 
 def test_files(report, tmp_path):
@@ -143,13 +141,6 @@ def test_files(report, tmp_path):
     report.save(path)
     assert list(path.parent.iterdir()) == [path]
     assert Report.load(path) == report
-    later = {**json.loads(path.read_text())["results"][0], "later": 1}
-    assert Result.of(later) == report.results[0]
-    rows = [Result("a", metrics={"nll": math.nan}), result("b", 1.0)]
-    unknown = Report(rows, "x", True)
-    again = Report.from_dict(json.loads(json.dumps(unknown.to_dict(), allow_nan=False)))
-    assert again.interrupted
-    assert "–" in str(again)
     for content in ("not json", "[]", '{"format": 99}', '{"format": 2}'):
         path.write_text(content)
         with pytest.raises(ValueError, match="is not a comparison report"):
@@ -168,7 +159,7 @@ def test_the_page_is_complete_escaped_and_the_same_each_time(report, tmp_path):
         Result(evil, status=evil, note=evil),
         result(f"{evil}$x$", 1.0, note=evil, curves={"reliability": curve}),
     ]
-    page = Report(rows, "classification", origin={evil: {evil: evil}})
+    page = Report(rows, "classification", origin={evil: evil})
     path = page.to_html(tmp_path / "deep" / "page.html", title=evil)
     text = path.read_text("utf-8")
     assert "<script" not in text

@@ -23,14 +23,8 @@ N_DRAWS = 200
 
 @dataclass(frozen=True)
 class Difference:
-    """A row's value of a metric less that of the best row; positive is worse.
-
-    Attributes
-    ----------
-    value : float
-    half_width : float or None
-        of the 95 % interval over draws of test examples; None where it is not known
-    """
+    """A row's distance from the best row, positive if it is worse, and half of the 95 %
+    interval over draws of test examples; None where that is not known."""
 
     value: float
     half_width: float | None
@@ -65,7 +59,7 @@ def _means(terms: torch.Tensor) -> torch.Tensor:
 
 
 def classification_replicates(
-    probs: torch.Tensor, targets: torch.Tensor, n_bins: int
+    probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15
 ) -> dict[str, list[float]]:
     """Return `metrics.classification_metrics` of every draw, by name."""
     p = probs.double()

@@ -23,7 +23,7 @@ from torch import nn
 from laplace_ella.comparison.doctor import check_task, measure
 from laplace_ella.comparison.fitted import Task, reproducible
 from laplace_ella.comparison.methods import Method, resolve_methods
-from laplace_ella.comparison.report import Report, Result, finite, number, write
+from laplace_ella.comparison.report import Report, Result, number, write
 from laplace_ella.comparison.run import results, split
 from laplace_ella.posterior.observation import Link
 from laplace_ella.support.batches import (
@@ -34,7 +34,7 @@ from laplace_ella.support.batches import (
 )
 from laplace_ella.support.checks import check_positive, member, positive_int
 from laplace_ella.support.identity import digest, model_identity
-from laplace_ella.support.memory import budget_of, parse_bytes
+from laplace_ella.support.memory import budget_of
 from laplace_ella.support.preserve import seeded_iteration, undisturbed
 
 __all__ = ["compare"]
@@ -56,7 +56,6 @@ def compare(
     sigma_noise: float | None = None,
     grid_size: int = 21,
     n_steps: int = 100,
-    n_bins: int = 15,
     reference: str | Method | None = "full",
     memory_budget: int | float | str | None = None,
     cache: str | os.PathLike[str] | None = None,
@@ -101,8 +100,6 @@ def compare(
         data
     grid_size, n_steps : int
         values of every grid search, and steps of every search by the evidence
-    n_bins : int
-        of the expected calibration error
     reference : str or Method, optional
         regression: the method to which the KL divergence of function values is
         measured; it is fitted if it fits in memory
@@ -143,7 +140,7 @@ def compare(
     links = _distinct("links", [member(Link, "links", link).value for link in names])
     seeds = _distinct("seeds", [seeds] if isinstance(seeds, int) else seeds)
     sizes = {"n_samples": n_samples, "grid_size": grid_size, "n_steps": n_steps}
-    for name, value in {**sizes, "n_bins": n_bins}.items():
+    for name, value in sizes.items():
         positive_int(name, value)
     check_positive("prior_precision", prior_precision)
     check_positive("sigma_noise", sigma_noise)
@@ -181,26 +178,31 @@ def compare(
             prior_precision=prior_precision,
             noise=1.0 if sigma_noise is None else sigma_noise,
             fixed_noise=sigma_noise is not None,
-            n_bins=n_bins,
             reference=wanted,
-            memory_budget=None if memory_budget is None else parse_bytes(memory_budget),
             limit=budget_of(device, memory_budget),
             dict_key_x=dict_key_x,
             dict_key_y=dict_key_y,
             **sizes,
         )
         for name in loaders:
-            _check_targets(name, surveys[name], task)
+            y = split(surveys[name].first, dict_key_y)[1]
+            _check_targets(name, y, task)
         if task.is_regression and sigma_noise is None:
             task = replace(task, noise=_residual(task))
-    origin = _origin(task, surveys, {"links": links, "seeds": seeds})
+    origin = _origin(task, surveys, links=links, seeds=seeds)
     aside = ("model", "train", "test", "val", "ood", "limit", "reference")
     common = {name: v for name, v in vars(task).items() if name not in aside}
     key = digest(
         identity,
         [type(model).__name__, *(p.requires_grad for p in model.parameters())],
         {name: (seen.n_data, seen.key) for name, seen in surveys.items()},
-        [common, wanted and vars(wanted), origin["Versions"], device.type],
+        [
+            common,
+            memory_budget,
+            wanted and vars(wanted),
+            origin["versions"],
+            device.type,
+        ],
     )
     jobs = [(method, seed) for method in chosen for seed in seeds]
     return _run(task, jobs, links, folder, key, origin, progress_bar)
@@ -218,12 +220,11 @@ def _distinct(name: str, values: Iterable[Any]) -> list[Any]:
 
 
 class _Survey(NamedTuple):
-    """What one pass over a loader showed: examples, digest, first and last batch."""
+    """What one pass over a loader showed: examples, their digest, the first batch."""
 
     n_data: int
     key: str
     first: Any
-    last: Any
 
 
 def _survey(name: str, loader: Any, key_x: str, key_y: str, digested: bool) -> _Survey:
@@ -233,36 +234,33 @@ def _survey(name: str, loader: Any, key_x: str, key_y: str, digested: bool) -> _
             f"{name} must be a DataLoader, or yield batches whenever it is iterated "
             f"over; got {type(loader).__name__}."
         )
-    n_data, key, first, last = 0, "", None, None
+    n_data, key, first = 0, "", None
     for batch in seeded_iteration(loader):
         n_data += batch_size(split(batch, key_y)[0], key_x)
         key = digest(key, batch) if digested else ""
-        first, last = batch if first is None else first, batch
+        first = batch if first is None else first
     if first is None:
         raise ValueError(f"{name} yielded no batch; it needs at least one.")
-    return _Survey(n_data, key, first, last)
+    return _Survey(n_data, key, first)
 
 
-def _check_targets(name: str, seen: _Survey, task: Task) -> None:
-    """Refuse targets that are missing or of a wrong shape."""
+def _check_targets(name: str, y: Any, task: Task) -> None:
+    """Refuse targets of a batch that are missing or of a wrong shape."""
     positions = task.layout.of(task.sizes.output_shape)
     shape = positions.output_shape if task.is_regression else positions.shape
-    what = "values" if task.is_regression else "integer class indices"
-    for batch in (seen.first, seen.last):
-        y, good = split(batch, task.dict_key_y)[1], False
-        if y is not None:
-            good = y.ndim == 1 + len(shape)
-            if task.layout is OutputLayout.FLAT:
-                good = tuple(y.shape[1:]) == shape
-            if not task.is_regression:
-                good = good and not y.is_floating_point() and y.dtype != torch.bool
-        if not good:
-            wanted = ", ".join(map(str, ("N", *shape)))
-            got = "none" if y is None else f"{y.dtype} of shape {tuple(y.shape)}"
-            raise ValueError(
-                f"Targets of {name} must be {what} of shape ({wanted}), got {got}. "
-                "Batches are (x, y), or mappings with the targets under dict_key_y."
-            )
+    good = y is not None and y.ndim == 1 + len(shape)
+    if good and task.layout is OutputLayout.FLAT:  # positions may differ in number
+        good = tuple(y.shape[1:]) == shape
+    if good and not task.is_regression:
+        good = not y.is_floating_point() and y.dtype != torch.bool
+    if not good:
+        what = "values" if task.is_regression else "integer class indices"
+        got = "none" if y is None else f"{y.dtype} of shape {tuple(y.shape)}"
+        raise ValueError(
+            f"Targets of {name} must be {what} of shape "
+            f"({', '.join(map(str, ('N', *shape)))}), got {got}. Pass batches (x, y), "
+            "or mappings with the targets under dict_key_y."
+        )
 
 
 @torch.no_grad()
@@ -277,37 +275,25 @@ def _residual(task: Task) -> float:
     return max(math.sqrt(total / n), 1e-3)
 
 
-def _origin(
-    task: Task, surveys: Mapping[str, _Survey], more: Mapping[str, Any]
-) -> dict[str, dict[str, str]]:
-    """Return where the numbers come from, as texts by group."""
+def _origin(task: Task, surveys: Mapping[str, _Survey], **more: Any) -> dict[str, str]:
+    """Return where the numbers come from, as texts by name."""
     from laplace_ella import __version__
 
+    shape = " × ".join(map(str, task.sizes.output_shape))
+    sizes = f"P = {task.sizes.n_params:,} trainable parameters, C = {shape} outputs"
+    texts = {"model": f"{type(task.model).__name__}, {sizes}"}
+    texts |= {name: f"{seen.n_data:,} examples" for name, seen in surveys.items()}
     names = ("likelihood", "prior_precision", "n_samples", "grid_size", "n_steps")
-    settings = {name: str(getattr(task, name)) for name in names}
-    settings |= {name: ", ".join(map(str, each)) for name, each in more.items()}
+    texts |= {name: str(getattr(task, name)) for name in names}
+    texts |= {name: ", ".join(map(str, each)) for name, each in more.items()}
     if task.fixed_noise:
-        settings["sigma_noise"] = str(task.noise)
-    packages = {name: version(name) for name in ("laplace-torch", "torch")}
-    threads = f"{task.device.type}, {torch.get_num_threads()} threads"
-    return {
-        "Model": {
-            "class": type(task.model).__name__,
-            "parameters P": f"{task.sizes.n_params:,}",
-            "outputs C": " × ".join(map(str, task.sizes.output_shape)),
-        },
-        "Examples": {name: f"{seen.n_data:,}" for name, seen in surveys.items()},
-        "Settings": settings,
-        "Versions": {
-            "laplace-ella": __version__,
-            **packages,
-            "python": platform.python_version(),
-        },
-        "Run": {
-            "device": threads,
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        },
-    }
+        texts["sigma_noise"] = str(task.noise)
+    packages = [f"{name} {version(name)}" for name in ("laplace-torch", "torch")]
+    packages += [f"laplace-ella {__version__}", f"Python {platform.python_version()}"]
+    texts["versions"] = ", ".join(packages)
+    texts["device"] = f"{task.device.type}, {torch.get_num_threads()} threads"
+    texts["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return texts
 
 
 # All methods, and the cache
@@ -319,7 +305,7 @@ def _run(
     links: Sequence[str],
     folder: Path | None,
     key: str,
-    origin: dict[str, dict[str, str]],
+    origin: dict[str, str],
     progress_bar: bool,
 ) -> Report:
     """Run what the cache does not have, row by row."""
@@ -361,7 +347,7 @@ def _read(path: Path, method: Method) -> Result | None:
     """Return the row of a file by the name that the method has now; None where there
     is no file, or one that is no row."""
     try:
-        row = Result.of(json.loads(path.read_text(encoding="utf-8")))
+        row = Result(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
     return replace(row, method=method.name)
@@ -370,7 +356,7 @@ def _read(path: Path, method: Method) -> Result | None:
 def _keep(path: Path, row: Result) -> None:
     """Write a row; that it cannot be written is no reason to lose it."""
     try:
-        write(path, json.dumps(finite(asdict(row))))
+        write(path, json.dumps(asdict(row)))
     except OSError as error:
         what = f"{row.method} could not be stored in the cache: {error}"
         warnings.warn(what, stacklevel=2)

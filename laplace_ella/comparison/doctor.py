@@ -52,23 +52,10 @@ def check_task(model: Any, likelihood: Any) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes on which the memory of a method depends.
-
-    Attributes
-    ----------
-    n_data, batch : int
-        N, and B of the training loader
-    output_shape : tuple of int
-        of one example, `(C,)` for most models
-    n_params, last_params : int
-        P, and that of the last layer
-    n_activations : int
-        outputs of all modules without children, for one example
-    factors : tuple of int
-        numbers in the Kronecker factors of each layer
-    itemsize : int
-        bytes of a number
-    """
+    """The sizes on which the memory of a method depends: N, B of the training loader,
+    the output's shape for one example, P of the network and of its last layer, outputs
+    of all its modules for one example, numbers in the Kronecker factors of each layer,
+    and bytes of a number."""
 
     n_data: int
     batch: int
@@ -168,21 +155,9 @@ def check_installation() -> list[str]:
 
 
 def check_model(arguments: Mapping[str, Any], memory_budget: Any = None) -> list[str]:
-    """Print which derivatives work for a model, and the memory of every method.
-
-    Parameters
-    ----------
-    arguments : mapping
-        of `compare`: model, likelihood and train_loader, and optionally dict_key_x,
-        dict_key_y, output_layout and memory_budget; others are not looked at
-    memory_budget : int or str, optional
-        bytes, or a text like "8 GB"; by default a share of what is free
-
-    Returns
-    -------
-    list of str
-        what is wrong
-    """
+    """Print which derivatives work for a model, and the memory of every method; return
+    what is wrong. `arguments` are those of `compare`, of which the model, likelihood
+    and train_loader must be there."""
     model, loader = arguments["model"], arguments["train_loader"]
     likelihood = check_task(model, arguments["likelihood"])
     device, works = next(model.parameters()).device, False

@@ -10,8 +10,8 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,9 +31,7 @@ from laplace_ella.support.preserve import random_states, seeded_iteration
 from laplace_ella.tuning.temperature import temperature_scaling
 
 #: Exponents of the prior precisions of every grid search, laplace-torch's own.
-PRIOR_RANGE = {"log_prior_prec_min": -4, "log_prior_prec_max": 4}
-
-BY_TRAINING = (Tuning.DEFAULT, Tuning.MARGLIK)
+PRIOR_RANGE = (-4, 4)
 
 
 class NotRun(Exception):
@@ -63,9 +61,7 @@ class Task:
     fixed_noise: bool
     grid_size: int
     n_steps: int
-    n_bins: int
     reference: Method | None
-    memory_budget: int | None
     limit: int
     dict_key_x: str
     dict_key_y: str
@@ -93,8 +89,7 @@ class Task:
         return method.kind == "temperature" or Tuning(method.tune).needs_validation
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """A method that is ready to predict with the link that it was tuned for.
 
     `predict` maps inputs to probabilities in the shape of the model's output, or for
@@ -104,9 +99,9 @@ class Fitted:
     predict: Callable[[Any], Any]
     batch: int
     noise: torch.Tensor
-    fit_s: float = 0.0
-    tune_s: float = 0.0
-    settings: dict[str, Any] = field(default_factory=dict)
+    fit_s: float
+    tune_s: float
+    settings: dict[str, Any]
     notes: Sequence[str] = ()
     left_out: str = ""
 
@@ -161,14 +156,13 @@ def clock(device: torch.device) -> float:
 def fit_method(task: Task, method: Method, seed: int) -> Callable[[str], Fitted]:
     """Fit a method on a copy of the model; return what tunes it for a link."""
     tune = Tuning(method.tune)
-    if method.kind == "temperature" and task.is_regression:
-        raise NotRun("not supported: temperature scaling is for classification")
     if task.on_validation(method) and task.val is None:
         raise NotRun("skipped: needs a val_loader")
     if method.kind == "laplace":
-        if tune.needs_validation and task.val is None:
-            tune = Tuning.NONE
-        return Posterior(task, method, tune, seed).tuned
+        given = tune.needs_validation and task.val is None
+        return Posterior(task, method, Tuning.NONE if given else tune, seed).tuned
+    if method.kind == "temperature" and task.is_regression:
+        raise NotRun("not supported: temperature scaling is for classification")
     fitted = fit_network(task, method.kind == "temperature")
     return lambda link: fitted
 
@@ -196,9 +190,9 @@ def fit_network(task: Task, scaled: bool) -> Fitted:
         rows = task.rows(f)
         return f, f.new_zeros(*rows.shape, rows.shape[-1])
 
-    tune_s = scaled * (clock(task.device) - start)
+    seconds = scaled * (clock(task.device) - start)
     noise = torch.tensor(task.noise).double()
-    return Fitted(predict, task.sizes.batch, noise, 0.0, tune_s, settings)
+    return Fitted(predict, task.sizes.batch, noise, 0.0, seconds, settings)
 
 
 class Posterior:
@@ -210,16 +204,17 @@ class Posterior:
 
     def __init__(self, task: Task, method: Method, tune: Tuning, seed: int) -> None:
         self.task, self.method, self.tune, self.seed = task, method, tune, seed
-        if tune in (Tuning.EARLY_STOPPING, Tuning.TEMPERATURE) and not method.is_ella:
+        self.ours, self.structure = method.is_ella, method.structure[1]
+        if tune in (Tuning.EARLY_STOPPING, Tuning.TEMPERATURE) and not self.ours:
             raise NotRun(f"not supported: {tune.value} is for 'nystrom' only")
-        if not method.is_ella and task.layout is not OutputLayout.FLAT:
+        if not self.ours and task.layout is not OutputLayout.FLAT:
             raise NotRun("not supported: outputs at many positions (only ELLA)")
         self.batch, needed = batch_within(method, task.sizes, task.limit)
         if not self.batch:
             text = f"{human_bytes(needed)}, more than {human_bytes(task.limit)}"
             raise NotRun(f"skipped: needs {text}")
         self.notes = ["the prior precision is as given"] * (tune is not method.tune)
-        self.left_out, self.prepare_s, self.validation = "", 0.0, None
+        self.left_out, self.seen_s, self.validation = "", 0.0, None
         if tune is not Tuning.EARLY_STOPPING:
             self.fit({})
 
@@ -243,32 +238,35 @@ class Posterior:
                 f"no posterior of the parameters of {self.left_out}, which this method "
                 f"does not support ({type(error).__name__}: {error})"
             )
-        self.fit_s = clock(self.task.device) - start
+        self.fit_s, self.start = clock(self.task.device) - start, self.values()
+
+    def values(self) -> dict[str, Any]:
+        """Return the hyperparameters that searches change."""
         names = ("softmax_temperature", "temperature", "sigma_noise", "prior_precision")
         known = [name for name in names if hasattr(self.la, name)]
-        self.start = {name: copy.copy(getattr(self.la, name)) for name in known}
+        return {name: copy.copy(getattr(self.la, name)) for name in known}
 
     def laplace(self, model: nn.Module, options: dict[str, Any]) -> Any:
         """Return the fitted `Laplace`; sizes are capped by the number of data."""
-        task, method, structure = self.task, self.method, self.method.structure[1]
+        task, n_data = self.task, self.task.sizes.n_data
         names = ("prior_precision", "dict_key_x", "dict_key_y")
         kwargs: dict[str, Any] = {name: getattr(task, name) for name in names}
         if task.is_regression:
             kwargs["sigma_noise"] = task.noise
-        if structure in ("nystrom", "gp"):
-            kwargs["seed"] = self.seed
-        if method.is_ella:
-            budget = ComputeOptions(memory_budget=task.memory_budget)
+        if self.ours:
+            budget = ComputeOptions(memory_budget=task.limit)
             kwargs |= {"output_layout": task.layout, "compute": budget}
-        kwargs |= method.kwargs
+        if self.structure in ("nystrom", "gp"):
+            kwargs["seed"] = self.seed
+        kwargs |= self.method.kwargs
         for name in ("n_subset", "subsample_size", "n_eigenvalues"):
-            if structure == "gp" and name in kwargs:
-                kwargs[name] = min(kwargs[name], task.sizes.n_data)
+            if self.structure == "gp" and name in kwargs:
+                kwargs[name] = min(kwargs[name], n_data)
         la: Any = Laplace(model, task.likelihood, **kwargs)
         train = task.train
-        if structure not in ("nystrom", "gp"):  # these split batches, or draw examples
+        if not self.ours and self.structure != "gp":  # which draws examples by index
             # KFAC averages over a batch, so that it keeps those of the user.
-            size = task.sizes.batch if structure == "kron" else self.batch
+            size = task.sizes.batch if self.structure == "kron" else self.batch
             train = SmallBatches(task, train, size)
         la.fit(train, **options)
         return la
@@ -281,25 +279,24 @@ class Posterior:
         if link:
             options = {"link_approx": link, "n_samples": task.n_samples}
         if self.tune is Tuning.EARLY_STOPPING:
-            plan = EarlyStopping(**{**options, **self.method.tune_kwargs})
+            plan = EarlyStopping(**options)
             self.fit({"val_loader": task.val, "early_stopping": plan})
         start = clock(task.device)
-        if self.tune in BY_TRAINING:
+        if self.tune in (Tuning.DEFAULT, Tuning.MARGLIK):
             self.set(self.start)
             self.tune_by_training(options)
         elif self.tune not in (Tuning.NONE, Tuning.EARLY_STOPPING):
             if self.validation is None:
                 self.validation = self.see_validation_data()
-                self.prepare_s = clock(task.device) - start
+                self.seen_s = clock(task.device) - start
                 start = clock(task.device)
             self.set(self.start)
-            search = self.search_ella if self.method.is_ella else self.search_grid
-            tau = search(options)
+            tau = (self.search_ella if self.ours else self.search_grid)(options)
+        seconds = self.fit_s, self.seen_s + clock(task.device) - start
         noise = torch.as_tensor(self.la.sigma_noise).detach().cpu().double()
-        predict, settings = self.predictor(options, tau), self.settings(tau)
-        tune_s = self.prepare_s + clock(task.device) - start
-        last = settings, self.notes, self.left_out
-        return Fitted(predict, self.batch, noise, self.fit_s, tune_s, *last)
+        last = self.settings(tau), self.notes, self.left_out
+        predict = self.predictor(options, tau)
+        return Fitted(predict, self.batch, noise, *seconds, *last)
 
     def set(self, values: dict[str, Any]) -> None:
         """Set hyperparameters, the prior last: with it laplace-torch forgets what it
@@ -309,12 +306,11 @@ class Posterior:
 
     def tune_by_training(self, options: dict[str, Any]) -> None:
         """Choose the prior, and the noise if it is not fixed, without other data."""
-        task, la, more = self.task, self.la, self.method.tune_kwargs
+        task, la = self.task, self.la
         noisy = task.is_regression and not task.fixed_noise
-        if noisy and self.method.is_ella:
-            la.optimize_sigma_noise(**{"n_steps": task.n_steps, **more})
-            return
-        if noisy:  # as in laplace-torch's README, for want of a method
+        if noisy and self.ours:
+            la.optimize_sigma_noise(n_steps=task.n_steps)
+        elif noisy:  # as in laplace-torch's README, for want of a method
             logs = torch.tensor([1.0, task.noise], device=task.device).log()
             optimizer = torch.optim.Adam([logs.requires_grad_()], lr=0.1)
             for _ in range(task.n_steps):
@@ -323,40 +319,38 @@ class Posterior:
                 optimizer.step()
             prior, noise = logs.detach().exp()
             self.set({"sigma_noise": noise, "prior_precision": prior})
-            return
-        if not self.method.is_ella:
-            pred_type = "gp" if self.method.structure[1] == "gp" else "glm"
-            options = {"pred_type": pred_type, "prior_structure": "scalar"}
-        if self.tune is Tuning.MARGLIK:
-            options = {**options, "method": "marglik"}
-        la.optimize_prior_precision(**{"n_steps": task.n_steps, **options, **more})
+        else:
+            if not self.ours:
+                pred_type = "gp" if self.structure == "gp" else "glm"
+                options = {"pred_type": pred_type, "prior_structure": "scalar"}
+            if self.tune is Tuning.MARGLIK:
+                options = {**options, "method": "marglik"}
+            la.optimize_prior_precision(n_steps=task.n_steps, **options)
 
     def see_validation_data(self) -> Any:
         """Make the passes over the validation data that serve all links."""
         task = self.task
-        if self.method.is_ella:
+        if self.ours:
             return self.la.cache_features(task.val)
-        given = {**PRIOR_RANGE, "grid_size": task.grid_size, **self.method.tune_kwargs}
         functional = self.method.kwargs.get("functional_approximation", "sod")
-        if self.method.structure[1] == "gp" and functional != "nystrom":
+        if self.structure == "gp" and functional != "nystrom":
             raise NotRun("not supported: its function values do not follow its prior")
-        if len(given) > 3:
-            raise NotRun(f"not supported: a grid search with {sorted(given)}")
-        grid = torch.logspace(*given.values(), dtype=torch.float64).tolist()
+        grid = torch.logspace(*PRIOR_RANGE, task.grid_size, dtype=torch.float64)
         data, rest = validation_data(task, self.batch), (task.n_samples, self.seed)
-        return grid_search.compute_grid(self.la, data, grid, *rest)
+        return grid_search.compute_grid(self.la, data, grid.tolist(), *rest)
 
     def search_ella(self, options: dict[str, Any]) -> float:
         """Let a posterior of this package search; τ is its own then, so return 1."""
         la, data = self.la, self.validation
-        options = {**options, **self.method.tune_kwargs}
         if self.tune is Tuning.TEMPERATURE:
-            la.optimize_temperature(data, **{"tune_prior": True, **options})
+            la.optimize_temperature(data, tune_prior=True, **options)
         elif self.tune is Tuning.CALIBRATION:
             la.optimize_calibration(data, **options)
         else:
-            grid = {**PRIOR_RANGE, "grid_size": self.task.grid_size, **options}
-            la.optimize_prior_precision(method="gridsearch", val_loader=data, **grid)
+            names = ("log_prior_prec_min", "log_prior_prec_max", "grid_size")
+            grid = dict(zip(names, (*PRIOR_RANGE, self.task.grid_size), strict=True))
+            options = {**options, **grid, "val_loader": data}
+            la.optimize_prior_precision(method="gridsearch", **options)
         return 1.0
 
     def search_grid(self, options: dict[str, Any]) -> float:
@@ -388,32 +382,28 @@ class Posterior:
             link = options["link_approx"]
             return class_probabilities(f.divided_by(tau), link, self.task.n_samples)
 
-        foreign = link == "probit_centered" and not self.method.is_ella
+        foreign = link == "probit_centered" and not self.ours
         if link and (foreign or tau != 1.0):
             return by_moments
-        if self.method.structure[1] == "gp":
+        if self.structure == "gp":
             options = {**options, "pred_type": "gp"}
         return lambda x: la(x, **options)
 
     def settings(self, tau: float) -> dict[str, Any]:
         """Return the hyperparameters, which of them were chosen, and on what data."""
-        found: dict[str, Any] = {"n_data": int(self.la.n_data)}
-        for name in self.start:
-            value = torch.as_tensor(getattr(self.la, name)).detach()
-            found[name] = float(value.double().mean())
-        found["softmax_temperature"] = found.get("softmax_temperature", 1.0) * tau
-        chosen = {
-            Tuning.NONE: [],
-            Tuning.EARLY_STOPPING: ["n_data"],
-            Tuning.TEMPERATURE: ["prior_precision", "temperature"],
-            Tuning.CALIBRATION: ["prior_precision", "temperature"],
-        }.get(self.tune, ["prior_precision"])
-        calibrated, fixed = self.tune is Tuning.CALIBRATION, self.task.fixed_noise
-        if self.task.is_regression:
-            more = calibrated or (self.tune in BY_TRAINING and not fixed)
-            chosen += ["sigma_noise"] * more
-        elif calibrated or found["softmax_temperature"] != 1.0:
-            chosen.append("softmax_temperature")
+        before = {"softmax_temperature": 1.0, "n_data": self.task.sizes.n_data}
+        found = {**before, **self.values(), "n_data": self.la.n_data}
+        early, none = self.tune is Tuning.EARLY_STOPPING, self.tune is Tuning.NONE
+        certain = "n_data" if early else None if none else "prior_precision"
+        chosen = []
+        for name, value in found.items():
+            start = {**before, **self.start}[name]
+            old, new = (
+                float(torch.as_tensor(v).double().mean()) for v in (start, value)
+            )
+            found[name] = new * tau if name == "softmax_temperature" else new
+            changed = found[name] != old or name == certain
+            chosen += [name] * changed
         where = "validation" if self.tune.needs_validation else "training"
         return {"tuning": f"{where} data", "chosen": chosen, **found}
 

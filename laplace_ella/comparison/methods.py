@@ -17,26 +17,23 @@ class Tuning(str, Enum):
     """How the hyperparameters of a posterior are chosen."""
 
     DEFAULT = "default"
-    """By the training data: `optimize_prior_precision()` as the class has it; of
-    regressions the prior and the noise that maximise the evidence."""
+    """`optimize_prior_precision()` as the class has it; of regressions the prior and
+    the noise that maximise the evidence."""
 
     MARGLIK = "marglik"
-    """The same with `method="marglik"`, also where the class has another default."""
+    """The same by the evidence, also where the class has another default."""
 
     NONE = "none"
-    """Not at all: prior and noise stay as given."""
+    """Prior and noise stay as given."""
 
     GRIDSEARCH = "gridsearch"
-    """Prior precision with the lowest validation NLL on a grid. Without validation
-    data it stays as given."""
+    """Prior precision with the lowest validation NLL on a grid."""
 
     EARLY_STOPPING = "early_stopping"
-    """Stop the fit at the lowest validation NLL (Deng et al. 2022, Sec. 5.2), once for
-    every link. `hessian_structure="nystrom"` only."""
+    """Stop the fit at the lowest validation NLL (Deng et al. 2022, Sec. 5.2)."""
 
     TEMPERATURE = "temperature"
-    """`optimize_temperature` with the prior, by validation NLL.
-    `hessian_structure="nystrom"` only."""
+    """`optimize_temperature` with the prior, by validation NLL."""
 
     CALIBRATION = "calibration"
     """Prior precision, temperature and softmax temperature (for regression the noise)
@@ -63,24 +60,20 @@ class Method:
         how its hyperparameters are chosen: 'default', 'marglik' and 'none' need no
         validation data; 'gridsearch', 'early_stopping', 'temperature' and
         'calibration' do
-    tune_kwargs : mapping
-        further arguments of the tuning call
     about : str
         one line for the list of methods
 
     Examples
     --------
-    >>> Method("kron, layerwise prior", {"hessian_structure": "kron",
-    ...     "subset_of_weights": "all"}, tune="marglik",
-    ...     tune_kwargs={"prior_structure": "layerwise"}).structure
-    ('all', 'kron')
+    >>> kwargs = {"hessian_structure": "kron", "subset_of_weights": "all"}
+    >>> Method("KFAC, prior 5", {**kwargs, "prior_precision": 5.0}, tune="none").name
+    'KFAC, prior 5'
     """
 
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "laplace"
     tune: Tuning | str = Tuning.DEFAULT
-    tune_kwargs: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""
 
     def __post_init__(self) -> None:
@@ -102,15 +95,17 @@ class Method:
         return self.kind == "laplace" and self.structure[1] == "nystrom"
 
 
-def _laplace(name: str, structure: str, about: str, **options: Any) -> Method:
-    """Return a posterior; options that are no fields of `Method` go to `Laplace`."""
+def _laplace(name: str, structure: str, about: str, tune: str = "default", **more: Any):
+    """Return a posterior of a `subset_of_weights hessian_structure`."""
     subset, _, hessian = structure.partition(" ")
-    fields = {key: options.pop(key) for key in ("tune",) if key in options}
-    names = {"subset_of_weights": subset, "hessian_structure": hessian}
-    return Method(name, {**names, **options}, about=about, **fields)
+    kwargs = {"subset_of_weights": subset, "hessian_structure": hessian, **more}
+    return Method(name, kwargs, tune=tune, about=about)
 
 
-#: Tuned without validation data, in the order of the table.
+_GP = {"functional_approximation": "nystrom", "subsample_size": 2000}
+_LARGE = {"subsample_size": 2000, "n_eigenvalues": 128, "complement": "prior"}
+
+#: Tuned without validation data (but for "gp-ella"), in the order of the table.
 _ON_TRAINING = (
     Method("map", kind="map", about="the network as trained"),
     _laplace("exact", "all nystrom", "exact, by all gradients", n_eigenvalues="exact"),
@@ -121,49 +116,24 @@ _ON_TRAINING = (
     _laplace("last-layer-full", "last_layer full", "full, last layer"),
     _laplace("last-layer-kron", "last_layer kron", "KFAC, last layer"),
     _laplace("last-layer-diag", "last_layer diag", "diagonal, last layer"),
-    _laplace(
-        "gp-ella",
-        "all gp",
-        "laplace-torch's own ELLA; prior as given where there are no validation data",
-        functional_approximation="nystrom",
-        subsample_size=2000,
-        n_eigenvalues=20,
-        tune="gridsearch",
-    ),
-)
-
-_CALIBRATED = ("exact", "kron", "diag", "last-layer-full", "last-layer-kron")
+    _laplace("gp-ella", "all gp", "laplace-torch's own ELLA; prior as given without "
+             "validation data", "gridsearch", n_eigenvalues=20, **_GP),
+)  # fmt: skip
 
 #: Tuned on validation data.
 _ON_VALIDATION = (
     Method("temperature", kind="temperature", about="temperature scaling"),
-    _laplace(
-        "ella-paper",
-        "all nystrom",
-        "ELLA as in the paper: given prior, early stopping",
-        tune="early_stopping",
-        **PAPER,
-    ),
-    _laplace(
-        "ella-calibrated",
-        "all nystrom",
-        "ELLA, K = 128 and the prior outside of the basis; calibrated",
-        subsample_size=2000,
-        n_eigenvalues=128,
-        complement="prior",
-        tune="calibration",
-    ),
+    _laplace("ella-paper", "all nystrom", "ELLA as in the paper: given prior, early "
+             "stopping", "early_stopping", **PAPER),
+    _laplace("ella-calibrated", "all nystrom", "ELLA, K = 128 and the prior outside of "
+             "the basis; calibrated", "calibration", **_LARGE),
     *(
-        replace(
-            method,
-            name=f"{method.name}-calibrated",
-            tune="calibration",
-            about=f"{method.about}; calibrated",
-        )
-        for method in _ON_TRAINING
-        if method.name in _CALIBRATED
+        replace(m, name=f"{m.name}-calibrated", tune="calibration",
+                about=f"{m.about}; calibrated")
+        for m in _ON_TRAINING
+        if m.name in ("exact", "kron", "diag", "last-layer-full", "last-layer-kron")
     ),
-)
+)  # fmt: skip
 
 
 def available_methods() -> dict[str, Method]:
@@ -198,32 +168,23 @@ def resolve_methods(methods: Any, likelihood: str, validation: bool) -> list[Met
     """Return methods of names, `Method` objects or a mapping of name to arguments."""
     if methods is None:
         return default_methods(likelihood, validation)
-    known, resolved = available_methods(), []
-    if isinstance(methods, Mapping):
-        pairs = list(methods.items())
-    else:
-        pairs = [
-            (None, m) for m in ([methods] if isinstance(methods, str) else methods)
-        ]
-    for name, method in pairs:
-        if isinstance(method, str):
-            if method not in known:
-                raise ValueError(
-                    f"Unknown method {method!r}. Known: {', '.join(known)}. For your "
-                    "own, pass Method(name, kwargs) or {name: kwargs of Laplace(...)}."
-                )
+    known, resolved = available_methods(), {}
+    methods = [methods] if isinstance(methods, (str, Method)) else methods
+    for given in methods:
+        method = methods[given] if isinstance(methods, Mapping) else given
+        if isinstance(method, str) and method in known:
             method = known[method]
-        if name is not None and isinstance(method, Mapping):
-            method = Method(name, dict(method))
+        if isinstance(method, Mapping):
+            method = Method(given, dict(method))
         if not isinstance(method, Method):
-            raise TypeError(
-                "A method is a name, a Method, or {name: Method or keyword arguments "
-                f"of Laplace(...)}}, got {type(method).__name__}."
+            raise ValueError(
+                f"Unknown method {method!r}. Known: {', '.join(known)}. For your own, "
+                "pass Method(name, kwargs) or {name: kwargs of Laplace(...)}."
             )
-        resolved.append(method if name is None else replace(method, name=name))
-    names = [method.name for method in resolved]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or not names:
-        got = f"{', '.join(twice)} more than once" if twice else "none"
-        raise ValueError(f"Pass methods of different names, at least one; got {got}.")
-    return resolved
+        name = given if isinstance(methods, Mapping) else method.name
+        if name in resolved:
+            raise ValueError(f"Methods must have different names, got {name!r} twice.")
+        resolved[name] = replace(method, name=name)
+    if not resolved:
+        raise ValueError("Pass at least one method, or None for the default ones.")
+    return list(resolved.values())

@@ -1,14 +1,4 @@
-"""The outcome of a comparison: results, their means over seeds, tables and the page.
-
->>> report = Report([
-...     Result("map", metrics={"nll": 0.30}, costs={"fit_s": 0.0}),
-...     Result("ella", "mc", metrics={"nll": 0.25}, costs={"fit_s": 1.5}),
-... ])
->>> report.best("nll").method
-'ella'
->>> print(report.to_csv().splitlines()[0])
-method,link,tuned on,nll,fit_s,nll_to_best,settings,status,note
-"""
+"""The outcome of a comparison: results, their means over seeds, tables and the page."""
 
 from __future__ import annotations
 
@@ -19,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from statistics import fmean, stdev
@@ -61,13 +51,10 @@ STARS = (
 
 @dataclass(frozen=True)
 class Result:
-    """One method with one link and one seed.
+    """One method with one link ('' where there is none to choose) and one seed.
 
     Attributes
     ----------
-    method, link : str
-        link is '' where there is none to choose
-    seed : int
     status : str
         'ok', or the reason why there are no numbers
     metrics, costs : dict of str to float
@@ -79,10 +66,8 @@ class Result:
         of the figures
     replicates : dict of str to list of float
         metrics on draws of the test examples, the same draws for every row
-    note : str
-        what a reader of the row should know
-    left_out : str
-        types of the layers whose parameters have no posterior
+    note, left_out : str
+        what a reader should know; types of layers that have no posterior
     on_validation : bool
         whether it was tuned on validation data
     """
@@ -115,12 +100,6 @@ class Result:
     def full_label(self) -> str:
         """The label with the link."""
         return f"{self.label} ({self.link})" if self.link else self.label
-
-    @classmethod
-    def of(cls, entry: Any) -> Result:
-        """Return a result from its dict; fields of other versions are left out."""
-        names = [each.name for each in fields(Result)]
-        return Result(**{name: entry[name] for name in names if name in entry})
 
 
 @dataclass(frozen=True)
@@ -179,7 +158,7 @@ class Report:
     interrupted : bool
         whether the run was stopped before all methods were done
     origin : dict
-        model, data, settings and versions, as texts by group
+        model, data, settings and versions, as texts
 
     Examples
     --------
@@ -197,10 +176,7 @@ class Report:
     results: Sequence[Result]
     likelihood: str = ""
     interrupted: bool = False
-    origin: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.results)
+    origin: dict[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Result]:
         return iter(self.results)
@@ -355,25 +331,19 @@ class Report:
     _repr_markdown_ = to_markdown
 
     def to_csv(self) -> str:
-        """Return means with all digits, standard errors (`_se`), distances from the
-        best NLL, settings, status and notes."""
-        apart = self.differences() if "nll" in self.columns else {}
-        lines = []
-        for row in self.rows():
-            line: dict[str, Any] = {"method": row.label, "link": row.link}
-            line["tuned on"] = GROUPS[row.on_validation]
-            for name in self.columns:
-                line[name] = row.mean.get(name)
-                if any(name in other.error for other in self.rows()):
-                    line[f"{name}_se"] = row.error.get(name)
-            found = apart.get((row.method, row.link))
-            line["nll_to_best"] = None if found is None else found.value
-            line["settings"] = choices(row) if row.settings else ""
-            lines.append({**line, "status": row.status, "note": row.note})
+        """Return means with all digits, standard errors (`_se`), status and notes."""
+        rows = self.rows()
+        errors = {f"{name}_se" for row in rows for name in row.error}
+        names = [each for name in self.columns for each in (name, f"{name}_se")]
+        names = [name for name in names if name in errors or not name.endswith("_se")]
         out = io.StringIO()
-        writer = csv.DictWriter(out, lines[0] if lines else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+        lines = csv.writer(out, lineterminator="\n")
+        lines.writerow(["method", "link", "tuned on", *names, "status", "note"])
+        for row in rows:
+            known = row.mean | {f"{name}_se": x for name, x in row.error.items()}
+            cells = [row.label, row.link, GROUPS[row.on_validation]]
+            cells += [known.get(name, "") for name in names]
+            lines.writerow([*cells, row.status, row.note])
         return out.getvalue()
 
     # Files
@@ -385,14 +355,6 @@ class Report:
 
         The file loads nothing from anywhere. The figures need matplotlib
         (`pip install "laplace-ella[plots]"`).
-
-        Examples
-        --------
-        >>> import tempfile
-        >>> report = Report([Result("map", metrics={"nll": 0.3})], "classification")
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     report.to_html(Path(folder) / "report.html").name
-        'report.html'
         """
         import jinja2
 
@@ -407,8 +369,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for `json.dumps`; `Report.from_dict` reads it."""
-        results = [finite(asdict(r)) for r in self.results]
-        return {"format": 2, **vars(self), "results": results}
+        return {"format": 2, **vars(self), "results": [asdict(r) for r in self.results]}
 
     @classmethod
     def from_dict(cls, data: Any) -> Report:
@@ -416,7 +377,7 @@ class Report:
         if not isinstance(data, Mapping) or data.get("format") != 2:
             got = data.get("format") if isinstance(data, Mapping) else type(data)
             raise ValueError(f"Expected a comparison report of format 2, got {got}.")
-        results = [Result.of(each) for each in data["results"]]
+        results = [Result(**each) for each in data["results"]]
         return cls(results, data["likelihood"], data["interrupted"], data["origin"])
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -443,16 +404,6 @@ def write(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def finite(content: Any) -> Any:
-    """Return the content with None for numbers that JSON does not have."""
-    if isinstance(content, dict):
-        return {key: finite(each) for key, each in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [finite(each) for each in content]
-    unknown = isinstance(content, float) and not math.isfinite(content)
-    return None if unknown else content
 
 
 # Cells
@@ -531,21 +482,19 @@ def figures(report: Report) -> Iterator[tuple[str, str]]:
         from matplotlib.figure import Figure
     except ImportError:
         return
-    drawn: dict[str, Any] = {}
-    if "nll" in report.columns:
-        rows = {(row.method, row.link): row.full_label for row in report.rows()}
-        apart = {rows[key]: found for key, found in report.differences().items()}
-        caption = "Distance from the best NLL of the group, with 95 % intervals"
-        drawn[caption] = plotting.plot_differences, apart
-    if {"nll", "predict_s"} <= set(report.columns):
-        drawn["Cost against quality"] = plotting.plot_cost_quality, report
-    for name, plot in (
-        ("reliability", plotting.plot_reliability),
-        ("coverage", plotting.plot_coverage),
-    ):
-        if report.curves(name):
-            drawn[name.capitalize()] = plot, report
-    for caption, (plot, data) in drawn.items():
+    labels = {(row.method, row.link): row.full_label for row in report.rows()}
+    apart = report.differences() if "nll" in report.columns else {}
+    apart = {labels[key]: found for key, found in apart.items()}
+    costly = [row for row in report.rows() if {"nll", "predict_s"} <= row.mean.keys()]
+    drawn: Any = (
+        ("Distance from the best NLL of the group", plotting.plot_differences, apart),
+        ("Cost against quality", plotting.plot_cost_quality, costly),
+        ("Reliability", plotting.plot_reliability, report.curves("reliability")),
+        ("Coverage of intervals", plotting.plot_coverage, report.curves("coverage")),
+    )
+    for caption, plot, data in drawn:
+        if not data:
+            continue
         figure, svg = Figure(figsize=(8, 4.5), layout="constrained"), io.BytesIO()
         plot(data, figure.add_subplot())
         # Without salt and date the same report would be another file each time.

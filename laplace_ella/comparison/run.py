@@ -178,9 +178,9 @@ def scored(task: Task, fitted: Fitted, test: Predictions, row: Result) -> Result
         curves = {"coverage": {"nominal": levels, "observed": shares}}
     else:
         values, y = values[y != metrics.IGNORED], y[y != metrics.IGNORED]
-        scores = metrics.classification_metrics(values, y, task.n_bins)
-        replicates = bootstrap.classification_replicates(values, y, task.n_bins)
-        curve = metrics.reliability_curve(values, y, task.n_bins)
+        scores = metrics.classification_metrics(values, y)
+        replicates = bootstrap.classification_replicates(values, y)
+        curve = metrics.reliability_curve(values, y)
         curves = {"reliability": asdict(curve), **error_curves(values, y)}
     for name, loader in task.ood.items():
         far = predict(task, fitted, loader, row.seed)
