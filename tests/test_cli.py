@@ -68,7 +68,7 @@ def test_compare_prints_and_writes(call, tmp_path):
     assert "4 of 4: diag (probit): NLL" in err
     names = {"report.md", "report.csv", "report.json"}
     assert {path.name for path in (tmp_path / "results").iterdir()} == names
-    assert len(Report.load(tmp_path / "results" / "report.json")) == 4
+    assert len(list(Report.load(tmp_path / "results" / "report.json"))) == 4
     assert "task:setup" in (tmp_path / "page.html").read_text()
 
 

@@ -248,14 +248,15 @@ def _check_targets(name: str, y: Any, task: Task) -> None:
     """Refuse targets of a batch that are missing or of a wrong shape."""
     positions = task.layout.of(task.sizes.output_shape)
     shape = positions.output_shape if task.is_regression else positions.shape
-    good = y is not None and y.ndim == 1 + len(shape)
-    if good and task.layout is OutputLayout.FLAT:  # positions may differ in number
+    got = "none" if y is None else f"{y.dtype} of shape {tuple(y.shape)}"
+    y = torch.empty(0) if y is None else y
+    good = y.ndim == 1 + len(shape)
+    if task.layout is OutputLayout.FLAT:  # positions may differ in number
         good = tuple(y.shape[1:]) == shape
-    if good and not task.is_regression:
-        good = not y.is_floating_point() and y.dtype != torch.bool
+    if not task.is_regression:
+        good = good and not y.is_floating_point() and y.dtype != torch.bool
     if not good:
         what = "values" if task.is_regression else "integer class indices"
-        got = "none" if y is None else f"{y.dtype} of shape {tuple(y.shape)}"
         raise ValueError(
             f"Targets of {name} must be {what} of shape "
             f"({', '.join(map(str, ('N', *shape)))}), got {got}. Pass batches (x, y), "
