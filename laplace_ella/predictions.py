@@ -194,9 +194,9 @@ class PredictingLaplace(EllaBase):
         `diagonal_output`, and `(B·C,)` and `(B·C, B·C)` over all inputs if `joint`.
         """
         with self._predicting() as predictor:
-            if joint:
-                return predictor.joint(x)
-            return predictor.marginal(x, diagonal_output)
+            return (
+                predictor.joint(x) if joint else predictor.marginal(x, diagonal_output)
+            )
 
     def _glm_predictive_distribution(
         self, X: Inputs, joint: bool = False, diagonal_output: bool = False
@@ -418,26 +418,15 @@ class PredictingLaplace(EllaBase):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         joint: bool = False,
+        top_outputs: int | None = None,
     ) -> torch.Tensor:
         """Return samples of the function values `(n_samples, B, C)`.
 
         With `joint=True` each sample is one function seen at all inputs, as Thompson
         sampling needs; otherwise the inputs are sampled independently, as in Laplace.
-        Samples of weights (`pred_type='nn'`) are always joint.
+        Samples of weights (`pred_type='nn'`) are always joint. With `top_outputs` only
+        so many outputs of each input vary, the largest, unless sampled jointly.
         """
-        return self._samples(x, pred_type, n_samples, diagonal_output, generator, joint)
-
-    def _samples(
-        self,
-        x: Any,
-        pred_type: PredType | str,
-        n_samples: int,
-        diagonal_output: bool,
-        generator: torch.Generator | None,
-        joint: bool,
-        top: int | None = None,
-    ) -> torch.Tensor:
-        """Return samples of the function, in which the `top` outputs vary, or all."""
         pred_type = member(PredType, "pred_type", pred_type)
         positive_int("n_samples", n_samples)
         if pred_type == PredType.NN:
@@ -446,7 +435,8 @@ class PredictingLaplace(EllaBase):
             generator = self._generator(generator, goes_on=True)
             if joint and not diagonal_output:
                 return predictor.joint_samples(x, n_samples, generator)
-            return predictor.samples(x, n_samples, generator, diagonal_output, top)
+            how = diagonal_output, top_outputs
+            return predictor.samples(x, n_samples, generator, *how)
 
     def predictive_samples(
         self,
@@ -462,7 +452,7 @@ class PredictingLaplace(EllaBase):
         Of inputs that are sampled independently, only `top_outputs` vary.
         """
         how = n_samples, diagonal_output, generator, joint, self.top_outputs
-        samples = self._samples(x, pred_type, *how)
+        samples = self.functional_samples(x, pred_type, *how)
         if self.likelihood == Likelihood.CLASSIFICATION:
             return self._probabilities(samples)
         return samples
