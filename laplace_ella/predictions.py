@@ -90,6 +90,16 @@ class PredictingLaplace(EllaBase):
         self._stream = self._stream or self._fresh_generator()
         return self._stream
 
+    @property
+    def link_approx(self) -> Link:
+        """Link of predictions that do not name one: the one that the last search on
+        validation data used, or 'probit'. May be set; None forgets the search."""
+        return self._tuned_link or Link.PROBIT
+
+    @link_approx.setter
+    def link_approx(self, link: Link | str | None) -> None:
+        self._tuned_link = None if link is None else member(Link, "link_approx", link)
+
     def _link(
         self,
         link_approx: Link | str | None,

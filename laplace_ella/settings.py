@@ -96,12 +96,9 @@ def refuse_unknown(cls: type, names: Iterable[str]) -> None:
 
 
 class EllaSettings(ParametricLaplace):
-    """The constructor of a posterior, and its settings, which can be changed.
+    """The constructor of a posterior, and its settings, which can be changed."""
 
-    Those that a posterior depends on forget the one that is kept.
-    """
-
-    #: What was fitted, and what is factorised; laplace-torch's setters clear that.
+    #: What was fitted, and the posterior that is kept until a setting changes.
     fitted: Fit | None
     _posterior_scale: Any
 
@@ -288,11 +285,11 @@ class EllaSettings(ParametricLaplace):
 
     @property
     def top_outputs(self) -> int | None:
-        """m: predicted probabilities know the variance of the m largest logits of each
-        input, which are the ones that gradients are computed of; None for all.
+        """m: predicted probabilities use the variance of the m largest logits of each
+        input, and gradients of no others are computed; None for all.
 
-        Function values, their covariances and joint samples are of all outputs. Choose
-        temperature and prior with the m that is predicted with.
+        Function values, their covariances and joint samples are of all outputs. Tune
+        temperature and prior with the m that predictions use.
         """
         return self._top_outputs
 
@@ -311,23 +308,13 @@ class EllaSettings(ParametricLaplace):
         self._top_outputs = n
 
     @property
-    def link_approx(self) -> Link:
-        """Link of predictions that do not name one: the one that the last search on
-        validation data used, or 'probit'. May be set; None forgets the search."""
-        return self._tuned_link or Link.PROBIT
-
-    @link_approx.setter
-    def link_approx(self, link: Link | str | None) -> None:
-        self._tuned_link = None if link is None else member(Link, "link_approx", link)
-
-    @property
     def complement(self) -> Complement | float | None:
-        """What becomes of the directions outside the basis, see `Complement`; a number
-        is their precision.
+        """How directions outside the basis are treated, see `Complement`; a number is
+        their precision.
 
-        If it was not set, the fit decides, and it is None until then: matched for
-        regression, at the prior where the basis holds all gradients or the prior has
-        several values, dropped otherwise.
+        By default the fit decides, and it is None until then: matched for regression,
+        at the prior where the basis spans all gradients or the prior has several
+        values, dropped otherwise.
         """
         if self.fitted is None:
             return self._complement

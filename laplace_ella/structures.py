@@ -28,10 +28,10 @@ def register_structure(name: str, **settings: Any) -> str:
     Parameters
     ----------
     name : str
-        any that laplace-torch does not use itself; a name that was registered before
-        has the new settings from now on
+        any that laplace-torch does not use itself; registering a name again replaces
+        its settings
     **settings
-        keyword arguments of `ELLALaplace`; those given to `Laplace` go first
+        keyword arguments of `ELLALaplace`; arguments of `Laplace` override them
 
     Returns
     -------
