@@ -22,6 +22,7 @@ NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 RESULTS = sorted((ROOT / "examples").rglob("*.md"))
 FENCE = re.compile(r"^```(python|output)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
+MAKEFILE = (ROOT / "Makefile").read_text()
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -132,3 +133,10 @@ def test_every_step_on_the_page_exists():
             called = call.partition("(")[0].split(".")[-1]
             definition = re.compile(rf"^ *(def|class) {called}\b", re.MULTILINE)
             assert any(map(definition.search, texts)), f"{step} {called} in {file}"
+
+
+def test_the_makefile_names_tests_that_exist():
+    lists = re.findall(r"addprefix tests/test_,(.*?)\)", MAKEFILE, re.DOTALL)
+    named = [name for line in lists for name in line.replace("\\", " ").split()]
+    assert named
+    assert [n for n in named if not (ROOT / "tests" / f"test_{n}").exists()] == []
