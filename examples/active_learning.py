@@ -1,10 +1,11 @@
-"""Active learning: ask for the labels that tell most.
+"""Active learning: choose the examples to label next.
 
-You learn `predictive_samples(..., joint=True)`: class probabilities of whole functions
-over a pool of unlabelled images, and two scores of them: the margin between the best
-two classes, and what a label tells about the function (BALD). The network is trained
-with weight decay; the posterior is the exact one of all weights and has the prior that
-the weight decay stands for. With few directions or the last layer, BALD does worse.
+Shows `predictive_samples(..., joint=True)`, samples of the class probabilities over a
+pool of unlabelled images, and two scores: the margin between the two most probable
+classes, and the mutual information between label and weights (BALD). The network is
+trained with weight decay; the posterior is exact linearised Laplace over all weights
+with the prior precision of the weight decay. With few directions or the last layer,
+BALD does worse.
 """
 
 import torch

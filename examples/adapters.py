@@ -1,8 +1,9 @@
-"""Adapters: uncertainty of the few weights that were fine-tuned.
+"""Adapters: a posterior over the weights that were fine-tuned.
 
-You learn that ELLA's cost falls with the parameters that get a posterior: all that
-require gradients, or those that `parameter_names` lists. A body trained on one task is
-frozen, low-rank adapters (LoRA) and a head learn another; three posteriors follow.
+The posterior covers the parameters that require gradients, or those that
+`parameter_names` lists; its cost decreases with their number. Here a network that was
+trained on one task is frozen, and low-rank adapters (LoRA) and a head are trained on
+another. The script compares posteriors over the adapters, the head, and both.
 """
 
 import copy

@@ -3,8 +3,8 @@
     python examples/distributed.py                              # one process
     torchrun --nproc_per_node 2 examples/distributed.py         # two, the same numbers
 
-You learn that nothing but the sampler changes: with a process group, `fit` and all that
-takes a loader work on the data of all processes, and every process has the posterior.
+Only the sampler changes: with a process group, `fit` and all methods that take a loader
+use the data of all processes, and every process holds the whole posterior.
 """
 
 import os

@@ -1,8 +1,9 @@
-"""Regression: error bars that grow where there are no data.
+"""Regression: intervals that are wide where there are no data.
 
-You learn to choose noise and prior by the evidence, without validation data. With so
-few data the default keeps every gradient: exact linearised Laplace. `n_eigenvalues=20`
-keeps twenty directions and matches the variance outside them to the other gradients.
+Noise and prior precision are chosen by the evidence, without validation data. With so
+few data the default is exact linearised Laplace; with more than 4,000 pairs of an
+example and an output it takes at most 128 directions, and estimates the variance
+outside them from the spectrum of the sampled gradients.
 """
 
 import torch
@@ -32,11 +33,9 @@ print(f"prior precision {la.prior_precision.item():.3g}")
 print(f"log evidence {la.log_marginal_likelihood().item():.1f}\n")
 
 grid = torch.linspace(-4, 4, 17).unsqueeze(-1)
-f_mu, f_var = la(grid)  # (17, 1), (17, 1, 1)
-predictive_std = (f_var.squeeze() + la.sigma_noise**2).sqrt()
+lower, upper = la.interval(grid, level=0.95)  # (17, 1) each
 print("     x   truth   95 % of new observations")
-for point, mean, std in zip(grid, f_mu.squeeze(), predictive_std, strict=True):
-    low, high = mean - 1.96 * std, mean + 1.96 * std
+for point, low, high in zip(grid, lower.squeeze(), upper.squeeze(), strict=True):
     truth = torch.sin(2 * point).item()
     where = "" if ((x - point).abs() < 0.2).any() else "   no data here"
     print(f"{point.item():6.1f}{truth:8.2f}   {low:6.2f} to {high:5.2f}{where}")

@@ -1,8 +1,8 @@
-"""Segmentation: a map of what the network does not know.
+"""Segmentation: maps of aleatoric and epistemic uncertainty.
 
-You learn `output_layout` for logits of shape (B, C, H, W), targets that are not
-observed (-100), and `decompose`, which splits the uncertainty of every pixel into
-noise of the data (aleatoric) and ignorance of the network (epistemic).
+Shows `output_layout` for logits of shape (B, C, H, W), the target -100 for pixels
+without a label, and `decompose`, which splits the uncertainty of every pixel into the
+noise of the data (aleatoric) and the uncertainty of the weights (epistemic).
 """
 
 import torch
