@@ -21,7 +21,7 @@ from laplace_ella.fitting.checkpoint import Progress, open_checkpoint
 from laplace_ella.fitting.data import training_data
 from laplace_ella.fitting.early_stopping import EarlyStopping, check_stopping
 from laplace_ella.fitting.fit import add_up
-from laplace_ella.fitting.plan import FitPlan, check_plan
+from laplace_ella.fitting.plan import FitPlan
 from laplace_ella.fitting.sampling import first_look, sample_basis
 from laplace_ella.hyperparameters import TunableLaplace
 from laplace_ella.posterior.complement import Complement
@@ -188,17 +188,13 @@ or None, default=None
             file of another fit, and a damaged one, are refused. Delete it to start over
         """
         schedule, stops = check_stopping(early_stopping, val_loader)
-        link = self.link_approx
-        if schedule is not None and schedule.link_approx is not None:
-            link = Link(schedule.link_approx)
+        link = None if schedule is None else schedule.link_approx or self.link_approx
         given = {
             "override": override,
             "balanced": balanced,
             "max_data": max_data,
             "early_stopping": stops,
-            "the validation": digest(
-                None if schedule is None else vars(schedule), link
-            ),
+            "the validation": schedule and digest(vars(schedule), link),
         }
         with ExitStack() as stack:
             processes = stack.enter_context(self._working("fit()", **given))
@@ -208,9 +204,9 @@ or None, default=None
             plan = self._plan(
                 train_loader, max_data, balanced, counted, processes, progress_bar
             )
-            generator = self._fresh_generator() if self.stochastic else None
             if checkpoint is not None:
                 stack.enter_context(torch.random.fork_rng(devices=[]))
+                plan = replace(plan, data=replace(plan.data, digested=True))
                 settings = {**self._described(), **given}
                 if schedule is not None:
                     settings |= {**self._hyperparameters(), "link_approx": link}
@@ -223,12 +219,20 @@ or None, default=None
                 start, progress = sample_basis(plan, start)
             else:
                 progress = Progress(start.sums)
+            validate: Callable[[Fit], float] | None = None
+            if schedule is not None and not finished:
+                validator = self._validator(
+                    self._posterior_of(start),
+                    val_loader,
+                    schedule.loss,
+                    link,
+                    schedule.n_samples,
+                    progress_bar,
+                    start.linearizer,
+                    processes,
+                )
+                validate = lambda fit: validator(self._posterior_of(fit))  # noqa: E731
             if not finished:
-                validate = None
-                if schedule is not None:
-                    validate = self._validation(
-                        start, val_loader, schedule, link, processes, progress_bar
-                    )
                 start = add_up(
                     plan,
                     start,
@@ -237,34 +241,12 @@ or None, default=None
                     schedule=schedule,
                     validate=validate,
                     stops=stops,
-                    generator=generator,
+                    generator=self._fresh_generator() if self.stochastic else None,
                     checkpoint=record,
                 )
         self._adopt(start)
-        if stops:
-            self.link_approx = link
-
-    def _validation(
-        self,
-        start: Fit,
-        val_loader: Any,
-        schedule: EarlyStopping,
-        link: Link,
-        processes: Processes | None,
-        progress_bar: bool,
-    ) -> Callable[[Fit], float]:
-        """Return the validation loss of a fit on the basis of `start`."""
-        validator = self._validator(
-            self._posterior_of(start),
-            val_loader,
-            schedule.loss,
-            link,
-            schedule.n_samples,
-            progress_bar,
-            start.linearizer,
-            processes,
-        )
-        return lambda fit: validator(self._posterior_of(fit))
+        if stops and link is not None:
+            self.link_approx = Link(link)
 
     def fit_basis(
         self,
@@ -328,34 +310,31 @@ or None, default=None
     ) -> FitPlan:
         """Return what a fit of this posterior will do, its data `counted` or not."""
         if balanced and self._family is not Family.CATEGORICAL:
-            why = (
-                "with multi_label=True an example has no single class"
-                if self.multi_label
-                else "this likelihood is regression"
-            )
             raise ValueError(
-                f"balanced=True draws classes evenly and is for classification; {why}. "
-                "Use balanced=False."
+                "balanced=True draws classes evenly, and is for classification where "
+                "an example has one class, which is not this likelihood's "
+                f"{self.likelihood!r}{' with multi_label=True' * self.multi_label}. "
+                "Leave it out."
             )
-        check_plan(self.subsample_size, self.n_eigenvalues, self.seed, self._complement)
         keys = self.dict_key_x, self.dict_key_y
+        data = training_data(
+            train_loader, *keys, max_data, balanced, counted, progress_bar
+        )
         return FitPlan(
-            self._fn,
-            self._layout,
-            self.dict_key_x,
-            self._compute,
-            self._observation,
-            self.subsample_size,
-            self.n_eigenvalues,
-            self.seed,
-            self.curvature,
-            self.stochastic,
-            self._complement,
-            training_data(
-                train_loader, *keys, max_data, balanced, counted, progress_bar
-            ),
-            processes,
-            progress_bar,
+            fn=self._fn,
+            layout=self._layout,
+            dict_key_x=self.dict_key_x,
+            options=self._compute,
+            observation=self._observation,
+            subsample_size=self.subsample_size,
+            n_eigenvalues=self.n_eigenvalues,
+            seed=self.seed,
+            curvature=self.curvature,
+            stochastic=self.stochastic,
+            complement=self._complement,
+            data=data,
+            processes=processes,
+            progress_bar=progress_bar,
         ).agreed()
 
     def estimate_memory(self, train_loader: Any) -> MemoryEstimate:
@@ -364,7 +343,7 @@ or None, default=None
         with self._working("estimate_memory()") as processes:
             exact = self.n_eigenvalues == "exact"
             plan = self._plan(train_loader, counted=exact, processes=processes)
-            _, x, y = next(plan.data.batches(self._device))
+            _, x, y, _ = next(plan.data.batches(self._device))
             known = plan.data.n_examples
             linearizer = first_look(plan, x, y)
             n = known or self.subsample_size  # as if there were enough

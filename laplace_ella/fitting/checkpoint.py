@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -42,7 +42,6 @@ __all__ = [
     "open_checkpoint",
     "plain_inputs",
     "posterior_from_state",
-    "remaining_batches",
     "state_of_posterior",
 ]
 
@@ -78,30 +77,6 @@ class Progress:
     generator: torch.Tensor | None = None
     history: tuple[dict[str, float], ...] = ()
     best: CurvatureSum | None = None
-
-
-def remaining_batches(
-    batches: Iterable[tuple[slice, Any, torch.Tensor]],
-    n_done: int = 0,
-    targets: str = "",
-) -> Iterator[tuple[slice, Any, torch.Tensor, str]]:
-    """Yield the batches after the first `n_done`, with the running digest of all
-    targets; refuse data where that of the first ones is not `targets`."""
-    running, read, same = "", 0, not n_done
-    for where, x, y in batches:
-        running, read = digest(running, y), read + 1
-        if read > n_done:
-            yield where, x, y, running
-        elif read == n_done:
-            same = running == targets
-            if not same:
-                break
-    if not same:
-        raise ValueError(
-            f"The targets of the first {n_done} batches are not those that the "
-            "checkpoint was made with. Pass the same data in the same order (a loader "
-            f"that shuffles needs a generator with a seed), or, {START_OVER}."
-        )
 
 
 # Values as tensors and plain types
@@ -153,6 +128,10 @@ def _value(state: Any, model: Mapping[str, Any], device: torch.device) -> Any:
         return kind(**named)
     names = [field.name for field in fields(kind)]
     return kind(**named, **{name: model[name] for name in names if name in model})
+
+
+def _plain_fit(fit: Fit) -> dict[str, Any]:
+    return {**_plain(fit), "examples": plain_inputs(fit.examples)}
 
 
 def _fit_of(
@@ -235,7 +214,7 @@ class Checkpoint:
         state = {
             "identity": dict(self.identity),
             "random": self.random,
-            "fit": _plain(fit),
+            "fit": _plain_fit(fit),
             "progress": _plain(progress),
             "finished": finished,
         }
@@ -310,7 +289,7 @@ def open_checkpoint(
     random = torch.get_rng_state() if saved is None else saved["random"]
     torch.set_rng_state(random)
     fn, device, data = plan.fn, plan.fn.device, plan.data
-    _, x, y = next(data.batches(device))
+    _, x, y, _ = next(data.batches(device))
     examples = take(x, slice(0, 4), batch_size(x, plan.dict_key_x))
     identity = {
         **plan.described(),
@@ -340,9 +319,8 @@ def open_checkpoint(
     how = fn, plan.layout, plan.dict_key_x, plan.options
     fit, progress, finished = checkpoint.load(saved, *how)
     if finished:
-        done = progress.n_batches, progress.targets
-        for _ in remaining_batches(data.batches(device), *done):
-            break
+        done = {"n_done": progress.n_batches, "targets": progress.targets}
+        next(data.batches(device, **done), None)
     return checkpoint, (fit, progress, finished)
 
 
@@ -365,7 +343,7 @@ def state_of_posterior(
         **described,
         "parameter_names": list(fn.names),
         "model": model_identity(fn.model, to_device(fit.examples, fn.device)),
-        "fit": _plain(fit),
+        "fit": _plain_fit(fit),
         "settings": dict(settings),
     }
     return {**state, "checksum": digest(state)}

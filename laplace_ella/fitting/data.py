@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +23,12 @@ from tqdm.auto import tqdm
 
 from laplace_ella.support.batches import Batch, batch_size, split_batch, to_device
 from laplace_ella.support.checks import positive_int
+from laplace_ella.support.identity import digest
 from laplace_ella.support.preserve import seeded_iteration
 
 __all__ = [
     "Pairs",
+    "Read",
     "TrainingData",
     "check_loader",
     "draw_pairs",
@@ -96,6 +98,16 @@ def known_length(loader: Any) -> int | None:
     return max(0, min(n, own))
 
 
+class Read(NamedTuple):
+    """A batch: positions and inputs of its examples, targets as the loader gives them,
+    and the digest of all targets so far."""
+
+    where: slice
+    x: Any
+    y: torch.Tensor
+    targets: str
+
+
 @dataclass(frozen=True)
 class TrainingData:
     """N examples, known by their positions 0 … N − 1 in what a loader yields.
@@ -112,6 +124,8 @@ class TrainingData:
         N; None where it does not matter
     labels : np.ndarray, optional
         class of each example `(N,)`, for balanced draws
+    digested : bool
+        whether a running digest of the targets is kept
     """
 
     loader: Any
@@ -120,23 +134,42 @@ class TrainingData:
     max_data: int | None = None
     n_examples: int | None = None
     labels: np.ndarray | None = None
+    digested: bool = False
 
     def batches(
-        self, device: torch.device, description: str = "", progress_bar: bool = False
-    ) -> Iterator[tuple[slice, Any, torch.Tensor]]:
-        """Yield positions, inputs on the device and targets of batches, up to the end
-        of the data; the last batch may be cut."""
-        seen, n = 0, self.n_examples
+        self,
+        device: torch.device,
+        description: str = "",
+        progress_bar: bool = False,
+        n_done: int = 0,
+        targets: str = "",
+    ) -> Iterator[Read]:
+        """Yield batches up to the end of the data; the last one may be cut.
+
+        The first `n_done` are only read, and refused where the running digest of their
+        targets is not `targets`.
+        """
+        seen, n, running = 0, self.n_examples, ""
         end = self.max_data if n is None else n
-        for x, y in loader_batches(
+        batches = loader_batches(
             self.loader, device, self.dict_key_y, description, progress_bar
-        ):
+        )
+        for i, (x, y) in enumerate(batches, 1):
             size = batch_size(x, self.dict_key_x)
             if end is not None and seen + size > end:
                 size = end - seen
                 x = Batch.of(x, self.dict_key_x).take(slice(0, size)).inputs
                 y = y[:size]
-            yield slice(seen, seen + size), x, y
+            running = digest(running, y) if self.digested else ""
+            if i > n_done:
+                yield Read(slice(seen, seen + size), x, y, running)
+            elif i == n_done and running != targets:
+                raise ValueError(
+                    f"The targets of the first {i} batches are not those that the "
+                    "checkpoint was made with. Pass the same data in the same order (a "
+                    "loader that shuffles needs a generator with a seed), or, to start "
+                    "over, delete the file."
+                )
             seen += size
             if seen == end:
                 return
@@ -171,11 +204,10 @@ def training_data(
     if n is not None:
         n = min(n, max_data or n)
     if balanced or (counted and not n):
-        for where, _, y in data.batches(
-            torch.device("cpu"), "[Counting]", progress_bar
-        ):
-            n = where.stop
-            labels += [_as_classes(y)] if balanced else []
+        cpu = torch.device("cpu")
+        for read in data.batches(cpu, "[Counting]", progress_bar):
+            n = read.where.stop
+            labels += [_as_classes(read.y)] if balanced else []
     return replace(
         data, n_examples=n, labels=np.concatenate(labels) if balanced else None
     )

@@ -51,17 +51,12 @@ def processes_of(distributed: bool | None, device: torch.device) -> Processes | 
         )
     if distributed is False or not initialized or dist.get_world_size() == 1:
         return None
-    # Where tensors must be for the backend: on the model's device if it can.
-    backend = dist.get_backend()
-    if ":" in backend:  # one for each kind of device
-        kinds = [pair.split(":")[0] for pair in backend.split(",")]
-        place = device if device.type in kinds else CPU
-    elif backend in ("gloo", "mpi"):
+    # Where tensors must be for the backend.
+    place = device
+    if "gloo" in dist.get_backend() or dist.get_backend() == "mpi":
         place = CPU
     elif device.type == "cpu" and torch.cuda.is_available():
         place = torch.device("cuda", torch.cuda.current_device())
-    else:
-        place = device
     return Processes(dist.get_rank(), dist.get_world_size(), place)
 
 

@@ -166,7 +166,7 @@ def augmented_validation(
     n = data.n_examples or 0
     chosen = np.sort(np.random.default_rng(seed).permutation(n)[:n_examples])
     images, targets = [], []
-    for where, x, y in data.batches(torch.device("cpu")):
+    for where, x, y, _ in data.batches(torch.device("cpu")):
         if not isinstance(x, torch.Tensor) or x.ndim != 4:
             raise ValueError(
                 "augmented_validation() takes images (B, channels, H, W), got "

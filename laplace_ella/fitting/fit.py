@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from laplace_ella.derivatives.backends import Curvature
-from laplace_ella.fitting.checkpoint import remaining_batches
 from laplace_ella.fitting.sampling import targets_of
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
@@ -141,11 +140,9 @@ def _from_loader(
     has room for."""
     linearizer, V = start.linearizer, start.basis.directions
     expected = linearizer.layout.of(start.output_shape)
-    data, device = plan.data, plan.fn.device
-    batches = data.batches(device, "[Computing Hessian]", plan.progress_bar)
-    for where, x, targets, running in remaining_batches(
-        batches, done.n_batches, done.targets
-    ):
+    how = plan.fn.device, "[Computing Hessian]", plan.progress_bar
+    batches = plan.data.batches(*how, done.n_batches, done.targets)
+    for where, x, targets, running in batches:
         size, first, rows = where.stop - where.start, 0, None
         for part in linearizer.parts(x, 2 * start.basis.rank):
             phi = None

@@ -115,6 +115,9 @@ class FitPlan:
     progress_bar: bool = False
     budget: int | None = None
 
+    def __post_init__(self) -> None:
+        check_plan(self.subsample_size, self.n_eigenvalues, self.seed, self.complement)
+
     def described(self) -> dict[str, Any]:
         """Return what must be the same in all processes, and after a crash."""
         names = ("subsample_size", "n_eigenvalues", "seed", "curvature", "stochastic")

@@ -15,8 +15,8 @@ import torch
 
 from laplace_ella.derivatives.trials import decide, linearize
 from laplace_ella.errors import RankWarning, SoftmaxWarning, warn_caller
-from laplace_ella.fitting.checkpoint import Progress, plain_inputs, remaining_batches
-from laplace_ella.fitting.data import Pairs, draw_pairs
+from laplace_ella.fitting.checkpoint import Progress
+from laplace_ella.fitting.data import Pairs, Read, draw_pairs
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.basis import (
     NystromBasis,
@@ -28,7 +28,14 @@ from laplace_ella.posterior.basis import (
 from laplace_ella.posterior.complement import UNKNOWN_SPAN, Complement
 from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
 from laplace_ella.posterior.span import Sketch, Span, sampled_span
-from laplace_ella.support.batches import Positions, batch_size, has_values, take
+from laplace_ella.support.batches import (
+    Positions,
+    batch_size,
+    has_values,
+    take,
+    tensors_of,
+    with_tensors,
+)
 from laplace_ella.support.checks import check_finite
 from laplace_ella.support.preserve import autocast_enabled
 
@@ -49,9 +56,6 @@ FEW_OTHERS = 256
 
 #: Examples whose outputs are looked at first, and that a fit keeps to be known by.
 FEW_OUTPUTS, FEW_EXAMPLES = 8, 4
-
-#: Positions, inputs and targets of a batch.
-Read = tuple[slice, Any, torch.Tensor]
 
 
 def first_look(plan: FitPlan, x: Any, y: torch.Tensor) -> Linearizer:
@@ -86,7 +90,7 @@ def sample_basis(plan: FitPlan, start: Fit | None = None) -> tuple[Fit, Progress
     data, processes = plan.data, plan.processes
     batches = data.batches(plan.fn.device, "[Sampling gradients]", plan.progress_bar)
     first = next(batches)
-    _, x, y = first
+    x = first.x
     batches = chain([first], batches)
     n_own = n_examples = data.n_examples or 0
     offset, labels = 0, data.labels
@@ -95,7 +99,7 @@ def sample_basis(plan: FitPlan, start: Fit | None = None) -> tuple[Fit, Progress
         n_examples, offset = sum(counts), sum(counts[: processes.rank])
         if labels is not None:
             labels = np.concatenate(processes.meet("labels", labels))
-    linearizer = first_look(plan, x, y) if start is None else start.linearizer
+    linearizer = first_look(plan, x, first.y) if start is None else start.linearizer
     n_outputs = math.prod(linearizer.output_shape)
     n_pairs = n_examples * n_outputs
     if start is not None or plan.takes_all(linearizer, n_pairs):
@@ -136,7 +140,7 @@ def _fit_of(
     """Return a fit without data, its directions in the dtype that was asked for."""
     dtype = plan.options.basis_dtype or basis.directions.dtype
     n_noises = plan.observation.sigma_noise.numel()
-    size = batch_size(x, plan.dict_key_x)
+    some = take(x, slice(0, FEW_EXAMPLES), batch_size(x, plan.dict_key_x))
     return Fit(
         basis=replace(basis, directions=basis.directions.to(dtype)),
         sums=CurvatureSum.zero(basis.rank, n_noises, linearizer.device),
@@ -145,7 +149,7 @@ def _fit_of(
         dtype=linearizer.dtype,
         linearizer=linearizer,
         curvature_rows=plan.has_curvature_rows,
-        examples=plain_inputs(take(x, slice(0, FEW_EXAMPLES), size)),
+        examples=with_tensors(some, [t.clone() for t in tensors_of(some)]),
         **found,
     )
 
@@ -163,7 +167,7 @@ def _gather(
     in one pass that ends at the last of them."""
     last = max([-1, *pairs.examples[-1:], *others.examples[-1:]])
     finite, beyond = [], []
-    for where, x, _ in batches:
+    for where, x, _, _ in batches:
         if last < where.start:
             break
         for rows in _rows(linearizer, x, pairs.within(where), buffer.capacity):
@@ -269,7 +273,7 @@ def _read_all(
     n_outputs, numels = positions.n_values, linearizer.fn.numels
     buffer = RowBuffer(numels, n_pairs + 1, n_pairs, linearizer.dtype, plan.home)
     parts, finite, n_examples, digest = [], [], 0, ""
-    for where, x, targets, digest in remaining_batches(batches):  # noqa: B007
+    for where, x, targets, digest in batches:  # noqa: B007
         size = where.stop - where.start
         outputs, here = linearizer.outputs(x)
         y = targets_of(plan, targets, size, here, positions)
