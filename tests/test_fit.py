@@ -349,15 +349,6 @@ def test_pairs(m):
         assert ((some.examples >= 0) & (some.examples < where.stop - where.start)).all()
 
 
-def test_pairs_are_uniform():
-    rng = np.random.default_rng(0)
-    counts = np.zeros((6, 3))
-    for _ in range(3000):
-        pairs = draw_pairs(6, 3, 4, rng)
-        np.add.at(counts, (pairs.examples, pairs.outputs), 1)
-    assert np.abs(counts / counts.mean() - 1).max() < 0.15
-
-
 @pytest.mark.parametrize("m", [6, 9, 24])
 def test_balanced(m):
     """Classes take turns while they last, for labels and one-hot rows."""

@@ -285,38 +285,6 @@ def test_the_same_call_of_the_same_object(tmp_path):
     assert la.history == list(first.history)
 
 
-def test_an_error_leaves_what_was_done(tmp_path, monkeypatch):
-    """A loader that fails half-way; the same call with a sound one goes on."""
-
-    class Broken(Exception):
-        pass
-
-    class Breaking(TensorDataset):
-        reads = 0
-
-        def __getitem__(self, index):
-            Breaking.reads += 1
-            if Breaking.reads == N + N // 2 + 6:
-                raise Broken
-            return super().__getitem__(index)
-
-    monkeypatch.setattr(checkpoint_module, "SAVE_EVERY", -1e9)
-    path, la = tmp_path / "fit.pt", posterior()
-    data = DataLoader(Breaking(*tensors()), 5)
-    with pytest.raises(Broken):
-        la.fit(data, checkpoint=path)
-    assert la.fitted is None
-    calls = []
-    la.model.register_forward_hook(lambda *_: calls.append(1))
-    la.fit(data, checkpoint=path)
-    some = len(calls)
-    expected = posterior()
-    expected.model.register_forward_hook(lambda *_: calls.append(1))
-    expected.fit(loader())
-    assert_same_fit(la, expected)
-    assert some < (len(calls) - some) / 2
-
-
 def test_paths_and_full_disks(tmp_path, monkeypatch):
     la = posterior()
     for path, kind in ((3, TypeError), (tmp_path, ValueError)):

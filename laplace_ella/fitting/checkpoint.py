@@ -301,13 +301,12 @@ def open_checkpoint(
         "the first batch": [*tensors_of(x), y],
     }
     if start is not None:
-        sums = [start.sums.n_data, start.sums.H]
-        identity["the data before this fit"] = sums
+        identity["the data before this fit"] = [start.sums.n_data, start.sums.H]
     if hasattr(val_loader, "f_mu"):
-        identity["the validation features"] = val_loader.f_mu
+        identity["the validation data"] = val_loader.f_mu
     elif val_loader is not None:
-        first = next(loader_batches(val_loader, device, data.dict_key_y))
-        identity["the validation data"] = [*tensors_of(first[0]), first[1]]
+        some, y = next(loader_batches(val_loader, device, data.dict_key_y))
+        identity["the validation data"] = [*tensors_of(some), y]
     known: dict[str, Any] = {
         name: digest(value) if name.startswith("the ") else _written(value)
         for name, value in identity.items()
