@@ -225,7 +225,7 @@ class PredictingLaplace(EllaBase):
         generator: torch.Generator | None = None,
         **options: Any,
     ) -> Any:
-        """Return the posterior predictive of all batches of a loader.
+        """Return what `la(x, ...)` returns, for all batches of a loader in order.
 
         Parameters
         ----------
@@ -239,10 +239,6 @@ class PredictingLaplace(EllaBase):
             source of the samples of all batches, made from `seed` by default
         **options
             arguments of `la(x, ...)`
-
-        Returns
-        -------
-        what `la(x, ...)` returns, of all N inputs in the order of the loader
 
         Examples
         --------
@@ -281,7 +277,7 @@ class PredictingLaplace(EllaBase):
         For regression, in the shape of the output; x may be a loader, and options are
         those of `predict`, but with device=None as the default.
         """
-        return self._observed(x, "predictive_std()", options)[1]
+        return self._observed(x, options)[1]
 
     def interval(
         self, x: Inputs | Iterable[Any], level: float = 0.95, **options: Any
@@ -293,17 +289,18 @@ class PredictingLaplace(EllaBase):
         """
         if not 0 < level < 1:
             raise ValueError(f"level must lie between 0 and 1, got {level!r}.")
-        mean, std = self._observed(x, "interval()", options)
+        mean, std = self._observed(x, options)
         half = std * torch.special.ndtri(torch.tensor((1 + level) / 2)).item()
         return mean - half, mean + half
 
     def _observed(
-        self, x: Any, what: str, options: dict[str, Any]
+        self, x: Any, options: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and standard deviation of observations, of regressions."""
         if self.likelihood != Likelihood.REGRESSION:
             raise ValueError(
-                f"{what} is for likelihood='regression', this one is "
+                "Standard deviations and intervals of observations are for "
+                "likelihood='regression', this one is "
                 f"{Likelihood(self.likelihood).value!r}. Use la(x), or "
                 "laplace_ella.decompose(la, x)."
             )
