@@ -48,10 +48,13 @@ from common.data import (
 from common.models import cifar_resnet
 from torch import Tensor, nn
 
-from laplace_ella import metrics, temperature_scaling
+from laplace_ella import metrics
 
 #: Settings that are tried on validation data.
 PRIORS, STEPS = (0.1, 1.0, 10.0), (3e-4, 1e-3, 3e-3)
+
+#: Softmax temperatures; without bounds a few data that are all right ask for none.
+HEATS = tuple(2 ** (i / 2) for i in range(-2, 5))
 
 #: Memory that a row may take.
 MEMORY_GB = 4
@@ -65,10 +68,11 @@ class Method:
     adapt: Adapter
     source: str = "laplace-ella"
     alone: str = "–"
-    knob: str = "prior precision"
+    knob: str = "prior precision:"
     settings: tuple[Any, ...] = PRIORS
 
 
+EXACT, TWENTY = {"n_eigenvalues": "exact"}, {"n_eigenvalues": 20}
 NYSTROM = {"subsample_size": 500, "n_eigenvalues": 20}
 GP = {"functional_approximation": "nystrom", **NYSTROM}
 INDUCING = {"inducing_locations": "kmeans", "num_inducing": 50}
@@ -77,20 +81,20 @@ VARIATIONAL = {"functional_approximation": "variational", **INDUCING}
 #: What chooses on training data in regression / in classification.
 EVIDENCE = "noise and prior / prior by the evidence"
 OURS = "noise and prior by the evidence / prior and temperature by leave-one-out"
-LT, LR, TU, PS = "laplace-torch", "learning rate", "torch-uncertainty", "posteriors"
-ALL = ("optimize_calibration",)
+LT, LR, TU, PS = "laplace-torch", "learning rate:", "torch-uncertainty", "posteriors"
+SCALE, ALL = "noise or temperature alone:", ("optimize_calibration",)
 
 #: Methods by name.
 METHODS = {
     "MAP": Method(ad.network, "–", "–", "–", ()),
-    "temperature scaling": Method(ad.network, knob="–", settings=(None,)),
-    "ours, exact": Method(ad.linearised("all", "nystrom"), alone=OURS),
-    "ours, K = 20": Method(
-        ad.linearised("all", "nystrom", n_eigenvalues=20), alone=OURS
+    "temperature scaling": Method(ad.network, "–", knob=SCALE, settings=(None,)),
+    "ours, exact": Method(ad.linearised("all", "nystrom", **EXACT), alone=OURS),
+    "ours, K = 20": Method(ad.linearised("all", "nystrom", **TWENTY), alone=OURS),
+    "ours, exact, calibrated": Method(
+        ad.calibrated(**EXACT), knob="all by:", settings=ALL
     ),
-    "ours, exact, calibrated": Method(ad.calibrated(), knob="all", settings=ALL),
     "ours, K = 20, calibrated": Method(
-        ad.calibrated(n_eigenvalues=20), knob="all", settings=ALL
+        ad.calibrated(**TWENTY), knob="all by:", settings=ALL
     ),
     "laplace-torch KFAC": Method(ad.linearised("all", "kron"), LT, EVIDENCE),
     "laplace-torch diag": Method(ad.linearised("all", "diag"), LT, EVIDENCE),
@@ -101,18 +105,15 @@ METHODS = {
     "laplace-torch VaLLA": Method(
         ad.linearised("all", "gp", **VARIATIONAL), LT, "prior and noise by its bound"
     ),
-    "laplax full": Method(px.laplax("full"), "laplax", "prior by its evidence"),
-    "laplax Lanczos 20": Method(
-        px.laplax("lanczos", rank=20), "laplax", "prior by its evidence"
-    ),
+    "laplax": Method(px.laplax("full"), "laplax", "prior by its evidence"),
     "SUQ": Method(px.suq, "SUQ", EVIDENCE + ", then its scale"),
     "posteriors SGHMC": Method(ad.posteriors("sghmc"), PS, knob=LR, settings=STEPS),
     "posteriors VI": Method(ad.posteriors("vi"), PS, knob=LR, settings=STEPS),
-    "deep ensemble of 5": Method(ad.ensemble, TU, "–", "decay, times", PRIORS),
-    "MC dropout": Method(ad.dropout, TU, "–", "rate", (0.03, 0.1, 0.3)),
+    "deep ensemble of 5": Method(ad.ensemble, TU, "–", "weight decay, times:", PRIORS),
+    "MC dropout": Method(ad.dropout, TU, "–", "rate:", (0.03, 0.1, 0.3)),
     "SWAG": Method(ad.swag, TU, "–", LR, (0.001, 0.01, 0.1)),
-    "IVON": Method(ad.ivon, "ivon-opt", "–", "hess_init", PRIORS),
-    "NUQLS": Method(px.nuqls, "NuqlsPackage", "–", "scale", (0.0025, 0.05, 1.0)),
+    "IVON": Method(ad.ivon, "ivon-opt", "–", "hess_init:", PRIORS),
+    "NUQLS": Method(px.nuqls, "NuqlsPackage", "–", "scale:", (0.0025, 0.05, 1.0)),
     "VaLLA, its own": Method(
         px.valla, "Variational-LLA", "prior and noise by its bound"
     ),
@@ -121,6 +122,9 @@ METHODS = {
 
 
 # Tasks
+
+#: Corruptions of the images that are tested on, severity 4.
+CORRUPTED = ("gaussian_noise", "contrast", "jpeg_compression")
 
 
 @dataclass(frozen=True)
@@ -187,21 +191,28 @@ def few(args: Any, name: str, kind: str, seed: int, held_out: bool) -> Any:
 
 
 def cifar(args: Any) -> Any:
-    n, shifted = args.images, {}
-    model = cifar_resnet("resnet20", args.data_root)
+    """Fit to n training images; choose on 2n test images, test on 4n others."""
+    n = args.images
     train = cifar10(args.data_root, "train", n)
-    test = cifar10(args.data_root, "test", 2 * n)
-    val = test.x[n:], test.y[n:]
+    test = cifar10(args.data_root, "test", 6 * n)
     pixels, classes = cifar10_pixels(args.data_root, "test")
-    m = n // 4
-    for name in ("gaussian_noise", "contrast", "jpeg_compression"):
-        x = normalize_cifar(corrupt(pixels[:m], name, 4))
-        shifted[name] = (x, torch.tensor(classes[:m]).long())
-    joined = tuple(torch.cat(side) for side in zip(*shifted.values(), strict=True))
-    fashion = as_cifar(mnist(args.data_root, "test", fashion=True)[: n // 2])
-    known = (model, (train.x, train.y), val, None, 1e-4, 0)
-    tests = {"test": (test.x[:n], test.y[:n]), "corrupted": joined}
-    return Problem("classification", *known), tests, fashion.x
+    changed = [corrupt(pixels[2 * n : 3 * n], name, 4) for name in CORRUPTED]
+    targets = torch.tensor(classes[2 * n : 3 * n]).long().repeat(len(CORRUPTED))
+    fashion = as_cifar(mnist(args.data_root, "test", fashion=True)[: 2 * n])
+    problem = Problem(
+        "classification",
+        cifar_resnet("resnet20", args.data_root),
+        (train.x, train.y),
+        (test.x[: 2 * n], test.y[: 2 * n]),
+        None,
+        1e-4,
+        0,
+    )
+    tests = {
+        "test": (test.x[2 * n :], test.y[2 * n :]),
+        "corrupted": (normalize_cifar(np.concatenate(changed)), targets),
+    }
+    return problem, tests, fashion.x
 
 
 def cases(args: Any) -> Iterator[Case]:
@@ -211,7 +222,8 @@ def cases(args: Any) -> Iterator[Case]:
                 for index in range(args.splits if task == "uci" else 1):
                     given = (args, name, kind, index, held_out)
                     make = partial({"uci": uci, "few data": few}[task], *given)
-                    yield Case(task, f"{name} {kind} {index}", held_out, make)
+                    label = f"{name} {kind} {index}" if kind else name
+                    yield Case(task, label, held_out, make)
     if args.images:
         yield Case("cifar", "resnet20", True, partial(cifar, args))
 
@@ -241,8 +253,9 @@ def rescaled(problem: Problem, fitted: Fitted, scale: bool) -> tuple[Any, float]
             loss = losses[noise]
         else:
             logits = found.clamp_min(1e-30).log()
-            temperature = float(temperature_scaling(logits, y))
-            loss = metrics.nll((logits / temperature).softmax(-1), y)
+            losses = {t: metrics.nll((logits / t).softmax(-1), y) for t in HEATS}
+            temperature = min(losses, key=losses.__getitem__)
+            loss = losses[temperature]
 
     def predict(x: Tensor) -> Any:
         found = fitted.predict(x)
@@ -323,26 +336,24 @@ def rows(args: Any) -> Iterator[dict[str, Any]]:
     """Measure what is not in the cache, each row in a process of its own."""
     fork = multiprocessing.get_context("fork")
     for case in cases(args):
-        loaded = None
+        made = None
         for name, method in METHODS.items():
-            label = f"{case.task}_{case.name}_{int(case.held_out)}_{name}"
-            path = args.cache_dir / f"{label.replace(' ', '_').replace(',', '')}.json"
-            if not path.exists() and args.seconds:
-                if loaded is None:
-                    loaded = case.make()
-                    loaded[0].checkouts = args.checkouts
-                given = (args.seconds, path, method, case, loaded)
+            label = f"{case.task} {case.name} {case.held_out} {name}"
+            path = args.cache_dir / f"{label.replace(' ', '_')}.json"
+            if not path.exists():
+                if made is None:
+                    made = case.make()
+                    made[0].checkouts = args.checkouts
+                given = (args.seconds, path, method, case, made)
                 child = fork.Process(target=row_process, args=given)
                 child.start()
                 child.join()
                 if child.exitcode:
                     late = {"failed": f"stopped after {args.seconds} CPU seconds"}
                     path.write_text(json.dumps(late))
-            found = (
-                json.loads(path.read_text()) if path.exists() else {"failed": "died"}
-            )
-            print(label, found.get("failed", found.get("test nll")), flush=True)
-            yield {"method": name, "case": case, **found}
+            row = json.loads(path.read_text())
+            print(label, row.get("failed", row.get("test nll")), flush=True)
+            yield {"method": name, "case": case, **row}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -351,10 +362,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--splits", type=int, default=1, help="of every kind")
     parser.add_argument("--data", nargs="*", default=("yacht", "energy", "concrete"))
     parser.add_argument("--few", nargs="*", default=tuple(FEW))
-    parser.add_argument("--images", type=int, default=200, help="of CIFAR-10")
+    parser.add_argument("--images", type=int, default=100, help="of CIFAR-10")
     parser.add_argument("--most", type=int, default=600, help="data, at most")
     parser.add_argument("--steps", type=int, default=1000, help="of Adam")
-    parser.add_argument("--seconds", type=int, default=200, help="for a row, at most")
+    parser.add_argument(
+        "--seconds", type=int, default=150, help="of CPU for a row, at most"
+    )
     args = runs.start(parser, argv)
     found = list(rows(args))
     args.sizes = {name: FEW[name] for name in args.few}

@@ -79,11 +79,11 @@ def table(found: Rows, methods: Any, task: str) -> str:
         for key, title in {**TASKS[task][1], **PRICES}.items():
             values = [r[key] for r in good if r.get(key) is not None]
             line[title] = digits(sum(values) / len(values)) if values else "–"
-            if key == "test nll":
-                gaps = [
-                    v - best[r["case"].name] for v, r in zip(values, good, strict=True)
-                ]
-                line["above the best, median"] = digits(median(gaps)) if gaps else "–"
+            if key == "test nll" and values:
+                above = [r[key] - best[r["case"].name] for r in good]
+                line["above the best, median"] = digits(median(above))
+            elif key == "test nll":
+                line["above the best, median"] = "–"
         share = f"{len(bad)} of {len(mine)}: " if good and bad else ""
         line["remark"] = share + bad[0].replace("|", "/") if bad else ""
         lines.append(line)
@@ -126,21 +126,23 @@ On each problem all methods have the same trained network and data. *Training da
 only*: a method chooses its settings on the training data, or keeps its defaults. *With
 validation data*: the network is trained on 80 % of the same data; each setting of the
 last table is tried on the other 20 %, and the NLL of these data then also chooses one
-number that every method gets: the noise in regression, a softmax temperature of the
-predictions in classification (of the network alone this is temperature scaling). The
-noise of methods without one is the mean square of the training residuals.
+number that every method gets: the noise in regression; in classification a softmax
+temperature of the predictions, one of seven from ½ to 4 (of the network alone this is
+temperature scaling). The noise of methods without one is the mean square of the
+training residuals. *Calibrated*: our own choice of all settings on validation data.
 
 - UCI: {data}, at most {most} rows; {splits} random and {splits} gap split each, MLP
   2×50 trained for {steps} steps.
 - Few data: {few}; MLP 2×32; at most 1,000 others are tested on.
-- CIFAR-10: the pretrained ResNet-20; {images} training images to fit, {images} test
-  images each to choose and to test, three corruptions of severity 4, Fashion-MNIST.
+- CIFAR-10: the pretrained ResNet-20, fitted to {images} training images; settings
+  chosen on {twice} test images, {four} others tested on, and {images} of these with
+  three corruptions of severity 4 each. A row may take {seconds} CPU seconds.
 
-Scores are means over the problems. *Above the best, median*: the NLL less that of the
-best method of the same problem. AUROC: telling foreign inputs (columns of the test data
-shuffled, and doubled; Fashion-MNIST) by variance or entropy. Times are CPU seconds of
-one thread; memory is what the process grew by, imports and compilation included;
-numbers are stored besides the network.
+*Above the best, median*: the NLL less that of the best method of the same problem.
+AUROC: telling foreign inputs (columns of the test data shuffled, and doubled;
+Fashion-MNIST) by variance or entropy. Times are CPU seconds of one thread (0: below the
+clock's resolution); memory is what the process grew by, imports and compilation
+included; numbers are stored besides the network.
 
 ![NLL against the price of a fit](price.svg)
 
@@ -165,6 +167,8 @@ def write(args: Any, methods: Any, found: Rows) -> None:
     told = {
         **vars(args),
         "data": ", ".join(args.data),
+        "twice": 2 * args.images,
+        "four": 4 * args.images,
         "few": ", ".join(f"{n} of {name}" for name, n in args.sizes.items()),
         "environment": runs.environment(args.threads).split(", ", 1)[1],
     }
@@ -174,14 +178,16 @@ def write(args: Any, methods: Any, found: Rows) -> None:
         mine = [r for r in mine if r["case"].held_out == held_out]
         if mine:
             kind = "with validation data" if held_out else "training data only"
-            parts.append(f"## {title}, {kind}\n\n{table(mine, methods, task)}")
+            names = ", ".join(dict.fromkeys(r["case"].name for r in mine))
+            scores = table(mine, methods, task)
+            parts.append(f"## {title}, {kind}\n\nMeans over {names}.\n\n{scores}")
     settings = [
         {
             "method": name,
             "source": version_of(args, method.source),
             "on training data": method.alone,
-            "tried on validation data": f"{method.knob}: "
-            + ", ".join(map(str, method.settings)),
+            "on validation data": f"{method.knob} "
+            + ", ".join(str(s) for s in method.settings if s is not None),
         }
         for name, method in methods.items()
     ]
