@@ -60,10 +60,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "seeds": (_integers, "such as 0,1,2; several give standard errors"),
     "n_samples": (int, "samples of the link mc"),
     "prior_precision": (float, "of all methods, before tuning"),
-    "sigma_noise": (
-        float,
-        "regression: noise of all methods; chosen by each if absent",
-    ),
+    "sigma_noise": (float, "regression: noise of all methods"),
     "grid_size": (int, "values of each grid search"),
     "n_steps": (int, "steps of each search by the evidence"),
     "reference": (_or_none, "regression: method to measure divergences to, or none"),
@@ -73,6 +70,9 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "dict_key_y": (str, "key of the targets, where batches are mappings"),
     "output_layout": (str, "flat, channels_last or channels_first"),
 }
+
+
+FORMS = ("table", "markdown", "csv", "json")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -86,23 +86,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", help="show stack traces")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    compare = commands.add_parser(
-        "compare", help="compare methods on your model", **raw
-    )
+    compare = commands.add_parser("compare", help="compare methods on a model", **raw)
     compare.add_argument("target", metavar="TARGET", nargs="?")
     compare.add_argument("--list", action="store_true", help="list the methods and end")
     for name, (kind, text) in OPTIONS.items():
-        flag = f"--{name.replace('_', '-')}"
-        compare.add_argument(flag, type=kind, help=text, metavar=name.upper())
+        option = {"type": kind, "metavar": name.upper(), "default": argparse.SUPPRESS}
+        compare.add_argument(f"--{name.replace('_', '-')}", help=text, **option)
     compare.add_argument("--html", type=Path, help="write the report as a page")
     compare.add_argument("--out", type=Path, help="folder for report.md, .csv, .json")
-    compare.add_argument(
-        "--format", choices=("table", "markdown", "csv", "json"), default="table"
-    )
+    compare.add_argument("--format", choices=FORMS, default="table")
     compare.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    doctor = commands.add_parser(
-        "doctor", help="check the installation, and a model", **raw
-    )
+    doctor = commands.add_parser("doctor", help="check installation or model", **raw)
     doctor.add_argument("target", metavar="TARGET", nargs="?")
     doctor.add_argument("--memory-budget", help=OPTIONS["memory_budget"][1])
     return parser
@@ -148,21 +142,14 @@ def _compare(args: argparse.Namespace) -> int:
         for name, method in available_methods().items():
             print(f"{name:<28} {method.about}")
         return 0
-    task = arguments_of(args.target)
-    given = {name: getattr(args, name) for name in OPTIONS}
-    task |= {name: value for name, value in given.items() if value is not None}
-    if args.reference is None and "--reference" in sys.argv:
-        task["reference"] = None
+    task = {**arguments_of(args.target), "progress_bar": not args.quiet}
+    task |= {name: value for name, value in vars(args).items() if name in OPTIONS}
     if "test_loader" not in task:
         raise Mistake(f"{args.target} must return 'test_loader' as well.")
-    report = compare(**task, progress_bar=not args.quiet)
-    texts = {
-        "table": report.__str__,
-        "markdown": report.to_markdown,
-        "csv": report.to_csv,
-        "json": lambda: json.dumps(report.to_dict()),
-    }
-    print(texts[args.format]())
+    report = compare(**task)
+    texts = (str(report), report.to_markdown(), report.to_csv())
+    texts = (*texts, json.dumps(report.to_dict()))
+    print(dict(zip(FORMS, texts, strict=True))[args.format])
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "report.md").write_text(report.to_markdown() + "\n")

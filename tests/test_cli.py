@@ -104,6 +104,13 @@ def test_help_has_all_options_and_an_example_that_runs(call, tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
+def test_no_reference(call):
+    """The one option whose value may be none."""
+    options = ("--methods", "map", "--reference", "none", "--quiet")
+    assert call("compare", "task:setup", *options)[0] == 0
+    assert cli.build_parser().parse_args(["compare", *options]).reference is None
+
+
 def test_list_and_version_of_nothing(call):
     code, out, _ = call("compare", "--list")
     assert code == 0

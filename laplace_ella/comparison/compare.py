@@ -75,8 +75,7 @@ def compare(
     Parameters
     ----------
     model : torch.nn.Module
-        trained network, x → logits or means `(B, C)`, or at many positions, see
-        `output_layout`
+        trained network, x → logits or means `(B, C)`, or as `output_layout` says
     likelihood : {'classification', 'regression'}
     train_loader, test_loader, val_loader : DataLoader or iterable
         yield batches `(x, y)` or mappings whenever they are iterated over. Without
@@ -92,30 +91,26 @@ def compare(
     seeds : sequence of int
         of sampled bases and predictions; with several, the table has standard errors
     prior_precision : float
-        for all methods, before tuning. For weight decay γ on the mean loss of N data it
-        is N·γ, see `prior_precision_from_weight_decay`
+        of all methods, before tuning; see `prior_precision_from_weight_decay`
     sigma_noise : float, optional
-        noise of a regression, for all methods; by default each maximises its evidence
-        for it, and the network alone has the root mean squared error on the training
-        data
+        noise of a regression, of all methods; by default each maximises its evidence
+        for it, and the network alone has its error on the training data
     grid_size, n_steps : int
         values of every grid search, and steps of every search by the evidence
     reference : str or Method, optional
         regression: the method to which the KL divergence of function values is
-        measured; it is fitted if it fits in memory
+        measured, where it fits in memory
     memory_budget : int or str, optional
-        bytes, or a text like "8 GB"; methods that need more are skipped. By default a
-        share of what is free
+        bytes, or a text like "8 GB", by default a share of what is free; methods that
+        need more are skipped
     cache : path, optional
         folder with a file for every finished row. A row is read if model (its state,
         and its outputs on the first batch), data, settings and versions are the same
     progress_bar : bool
         one line on stderr for every finished row
-    dict_key_x, dict_key_y : str
-        as for `Laplace`, when batches are mappings
-    output_layout : OutputLayout or str
-        of models that predict at many positions, as for `ELLALaplace`. Every position
-        counts as one prediction. laplace-torch's methods do not take such models
+    dict_key_x, dict_key_y, output_layout : str
+        as for `ELLALaplace`. Every position counts as one prediction; laplace-torch's
+        methods do not take outputs at many positions
 
     Returns
     -------

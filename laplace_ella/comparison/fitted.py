@@ -20,7 +20,7 @@ from torch import nn
 
 from laplace_ella.comparison import grid_search
 from laplace_ella.comparison.doctor import Sizes, batch_within, plain_layers
-from laplace_ella.comparison.methods import Method, Tuning
+from laplace_ella.comparison.methods import Method
 from laplace_ella.derivatives.modes import ComputeOptions
 from laplace_ella.fitting.early_stopping import EarlyStopping
 from laplace_ella.posterior.observation import FunctionValues, class_probabilities
@@ -84,9 +84,8 @@ class Task:
 
     def on_validation(self, method: Method) -> bool:
         """Whether a method belongs to the rows that are tuned on validation data."""
-        if method.tune is Tuning.GRIDSEARCH and self.val is None:
-            return False  # the prior is as given then
-        return method.kind == "temperature" or Tuning(method.tune).needs_validation
+        given = method.tune == "gridsearch" and self.val is None
+        return method.needs_validation and not given
 
 
 class Fitted(NamedTuple):
@@ -155,12 +154,11 @@ def clock(device: torch.device) -> float:
 
 def fit_method(task: Task, method: Method, seed: int) -> Callable[[str], Fitted]:
     """Fit a method on a copy of the model; return what tunes it for a link."""
-    tune = Tuning(method.tune)
     if task.on_validation(method) and task.val is None:
         raise NotRun("skipped: needs a val_loader")
     if method.kind == "laplace":
-        given = tune.needs_validation and task.val is None
-        return Posterior(task, method, Tuning.NONE if given else tune, seed).tuned
+        given = method.needs_validation and task.val is None
+        return Posterior(task, method, "none" if given else method.tune, seed).tuned
     if method.kind == "temperature" and task.is_regression:
         raise NotRun("not supported: temperature scaling is for classification")
     fitted = fit_network(task, method.kind == "temperature")
@@ -202,20 +200,20 @@ class Posterior:
     the passes over the validation data. The seconds of such work count for every link.
     """
 
-    def __init__(self, task: Task, method: Method, tune: Tuning, seed: int) -> None:
+    def __init__(self, task: Task, method: Method, tune: str, seed: int) -> None:
         self.task, self.method, self.tune, self.seed = task, method, tune, seed
         self.ours, self.structure = method.is_ella, method.structure[1]
-        if tune in (Tuning.EARLY_STOPPING, Tuning.TEMPERATURE) and not self.ours:
-            raise NotRun(f"not supported: {tune.value} is for 'nystrom' only")
+        if tune in ("early_stopping", "temperature") and not self.ours:
+            raise NotRun(f"not supported: {tune} is for 'nystrom' only")
         if not self.ours and task.layout is not OutputLayout.FLAT:
             raise NotRun("not supported: outputs at many positions (only ELLA)")
         self.batch, needed = batch_within(method, task.sizes, task.limit)
         if not self.batch:
             text = f"{human_bytes(needed)}, more than {human_bytes(task.limit)}"
             raise NotRun(f"skipped: needs {text}")
-        self.notes = ["the prior precision is as given"] * (tune is not method.tune)
+        self.notes = ["the prior precision is as given"] * (tune != method.tune)
         self.left_out, self.seen_s, self.validation = "", 0.0, None
-        if tune is not Tuning.EARLY_STOPPING:
+        if tune != "early_stopping":
             self.fit({})
 
     # Fit
@@ -278,14 +276,14 @@ class Posterior:
         task, tau, options = self.task, 1.0, {}
         if link:
             options = {"link_approx": link, "n_samples": task.n_samples}
-        if self.tune is Tuning.EARLY_STOPPING:
+        if self.tune == "early_stopping":
             plan = EarlyStopping(**options)
             self.fit({"val_loader": task.val, "early_stopping": plan})
         start = clock(task.device)
-        if self.tune in (Tuning.DEFAULT, Tuning.MARGLIK):
+        if self.tune in ("default", "marglik"):
             self.set(self.start)
             self.tune_by_training(options)
-        elif self.tune not in (Tuning.NONE, Tuning.EARLY_STOPPING):
+        elif self.tune not in ("none", "early_stopping"):
             if self.validation is None:
                 self.validation = self.see_validation_data()
                 self.seen_s = clock(task.device) - start
@@ -323,7 +321,7 @@ class Posterior:
             if not self.ours:
                 pred_type = "gp" if self.structure == "gp" else "glm"
                 options = {"pred_type": pred_type, "prior_structure": "scalar"}
-            if self.tune is Tuning.MARGLIK:
+            if self.tune == "marglik":
                 options = {**options, "method": "marglik"}
             la.optimize_prior_precision(n_steps=task.n_steps, **options)
 
@@ -342,9 +340,9 @@ class Posterior:
     def search_ella(self, options: dict[str, Any]) -> float:
         """Let a posterior of this package search; τ is its own then, so return 1."""
         la, data = self.la, self.validation
-        if self.tune is Tuning.TEMPERATURE:
+        if self.tune == "temperature":
             la.optimize_temperature(data, tune_prior=True, **options)
-        elif self.tune is Tuning.CALIBRATION:
+        elif self.tune == "calibration":
             la.optimize_calibration(data, **options)
         else:
             names = ("log_prior_prec_min", "log_prior_prec_max", "grid_size")
@@ -358,7 +356,7 @@ class Posterior:
         return the softmax temperature."""
         values: Any = self.validation
         link = options.get("link_approx", "probit")
-        if self.tune is Tuning.GRIDSEARCH:
+        if self.tune == "gridsearch":
             self.set({"prior_precision": grid_search.search_prior(values, link)})
             return 1.0
         found = grid_search.calibrate(values, link)
@@ -393,7 +391,7 @@ class Posterior:
         """Return the hyperparameters, which of them were chosen, and on what data."""
         before = {"softmax_temperature": 1.0, "n_data": self.task.sizes.n_data}
         found = {**before, **self.values(), "n_data": self.la.n_data}
-        early, none = self.tune is Tuning.EARLY_STOPPING, self.tune is Tuning.NONE
+        early, none = self.tune == "early_stopping", self.tune == "none"
         certain = "n_data" if early else None if none else "prior_precision"
         chosen = []
         for name, value in found.items():
@@ -404,7 +402,7 @@ class Posterior:
             found[name] = new * tau if name == "softmax_temperature" else new
             changed = found[name] != old or name == certain
             chosen += [name] * changed
-        where = "validation" if self.tune.needs_validation else "training"
+        where = "validation" if self.task.on_validation(self.method) else "training"
         return {"tuning": f"{where} data", "chosen": chosen, **found}
 
 

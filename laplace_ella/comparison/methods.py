@@ -4,45 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 from laplace_ella.settings import PAPER
-from laplace_ella.support.checks import member
 
-__all__ = ["Method", "Tuning", "available_methods", "default_methods"]
+__all__ = ["Method", "available_methods", "default_methods"]
 
 
-class Tuning(str, Enum):
-    """How the hyperparameters of a posterior are chosen."""
-
-    DEFAULT = "default"
-    """`optimize_prior_precision()` as the class has it; of regressions the prior and
-    the noise that maximise the evidence."""
-
-    MARGLIK = "marglik"
-    """The same by the evidence, also where the class has another default."""
-
-    NONE = "none"
-    """Prior and noise stay as given."""
-
-    GRIDSEARCH = "gridsearch"
-    """Prior precision with the lowest validation NLL on a grid."""
-
-    EARLY_STOPPING = "early_stopping"
-    """Stop the fit at the lowest validation NLL (Deng et al. 2022, Sec. 5.2)."""
-
-    TEMPERATURE = "temperature"
-    """`optimize_temperature` with the prior, by validation NLL."""
-
-    CALIBRATION = "calibration"
-    """Prior precision, temperature and softmax temperature (for regression the noise)
-    together, by validation NLL."""
-
-    @property
-    def needs_validation(self) -> bool:
-        """Whether the choice is made on validation data, for one link."""
-        return self not in (Tuning.DEFAULT, Tuning.MARGLIK, Tuning.NONE)
+#: How hyperparameters are chosen: on the training data, then on validation data.
+ON_TRAINING = ("default", "marglik", "none")
+ON_VALIDATION = ("gridsearch", "early_stopping", "temperature", "calibration")
 
 
 @dataclass(frozen=True)
@@ -57,9 +28,13 @@ class Method:
     kind : {'laplace', 'map', 'temperature'}
         a posterior, the network as it is, or temperature scaling
     tune : str
-        how its hyperparameters are chosen: 'default', 'marglik' and 'none' need no
-        validation data; 'gridsearch', 'early_stopping', 'temperature' and
-        'calibration' do
+        how its hyperparameters are chosen. Without validation data: 'default', which is
+        `optimize_prior_precision()` as the class has it, and for regression the prior
+        and noise of the highest evidence; 'marglik', by the evidence in any case;
+        'none', they stay as given. By the validation NLL: 'gridsearch', the prior
+        precision; 'calibration', this, the temperature and the softmax temperature (for
+        regression the noise); of ELLA also 'early_stopping' (Deng et al. 2022, Sec.
+        5.2) and 'temperature', with the prior
     about : str
         one line for the list of methods
 
@@ -73,14 +48,21 @@ class Method:
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "laplace"
-    tune: Tuning | str = Tuning.DEFAULT
+    tune: str = "default"
     about: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tune", member(Tuning, "tune", self.tune))
         kinds = ("laplace", "map", "temperature")
-        if self.kind not in kinds:
-            raise ValueError(f"kind must be one of {kinds}, got {self.kind!r}.")
+        allowed = {"kind": kinds, "tune": (*ON_TRAINING, *ON_VALIDATION)}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                got = getattr(self, name)
+                raise ValueError(f"{name} must be one of {values}, got {got!r}.")
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether it is tuned on validation data, for one link."""
+        return self.kind == "temperature" or self.tune in ON_VALIDATION
 
     @property
     def structure(self) -> tuple[str, str]:

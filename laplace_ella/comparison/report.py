@@ -8,7 +8,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -106,8 +106,7 @@ class Result:
 class Row(Result):
     """The results of a method and link over all seeds.
 
-    `mean` has the metrics and costs, `error` their standard errors where there are two
-    seeds or more; replicates are means, and the rest is that of the first seed.
+    `mean` has metrics and costs, `error` standard errors if there are several seeds.
     """
 
     mean: dict[str, float] = field(default_factory=dict)
@@ -235,13 +234,9 @@ class Report:
     def curves(self, name: str, link: str | None = None) -> dict[str, Any]:
         """Return curves of the first seed, by a label of method and link.
 
-        Parameters
-        ----------
-        name : str
-            'reliability', 'coverage', 'error_below', 'error_above'; the latter two with
-            ':<OOD set>' appended where there is one
-        link : str, optional
-            only this link, and methods that have none
+        Names are 'reliability', 'coverage', 'error_below' and 'error_above', the latter
+        two also with ':<OOD set>' appended. `link` picks one link, and methods that
+        have none.
         """
         found: dict[str, Any] = {}
         for r in self.results:
@@ -333,17 +328,16 @@ class Report:
     def to_csv(self) -> str:
         """Return means with all digits, standard errors (`_se`), status and notes."""
         rows = self.rows()
-        errors = {f"{name}_se" for row in rows for name in row.error}
-        names = [each for name in self.columns for each in (name, f"{name}_se")]
-        names = [name for name in names if name in errors or not name.endswith("_se")]
-        out = io.StringIO()
-        lines = csv.writer(out, lineterminator="\n")
-        lines.writerow(["method", "link", "tuned on", *names, "status", "note"])
+        errors = dict.fromkeys(name for row in rows for name in row.error)
+        names = [*self.columns, *(f"{name}_se" for name in errors)]
+        lines: list[Any] = [["method", "link", "tuned on", *names, "status", "note"]]
         for row in rows:
-            known = row.mean | {f"{name}_se": x for name, x in row.error.items()}
             cells = [row.label, row.link, GROUPS[row.on_validation]]
-            cells += [known.get(name, "") for name in names]
-            lines.writerow([*cells, row.status, row.note])
+            cells += [row.mean.get(name, "") for name in self.columns]
+            cells += [row.error.get(name, "") for name in errors]
+            lines.append([*cells, row.status, row.note])
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(lines)
         return out.getvalue()
 
     # Files
@@ -374,9 +368,8 @@ class Report:
     @classmethod
     def from_dict(cls, data: Any) -> Report:
         """Return the report that `to_dict` was called on."""
-        if not isinstance(data, Mapping) or data.get("format") != 2:
-            got = data.get("format") if isinstance(data, Mapping) else type(data)
-            raise ValueError(f"Expected a comparison report of format 2, got {got}.")
+        if data["format"] != 2:
+            raise ValueError(f"its format is {data['format']}, expected 2.")
         results = [Result(**each) for each in data["results"]]
         return cls(results, data["likelihood"], data["interrupted"], data["origin"])
 
@@ -391,7 +384,7 @@ class Report:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError) as error:  # also what is no JSON
             raise ValueError(
-                f"{path} is not a comparison report: {error} Choose another file."
+                f"{path} is not a comparison report ({error!r}); choose another file."
             ) from error
 
 
