@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ class PredictingLaplace(EllaBase):
         create_graph = self.enable_backprop and torch.is_grad_enabled()
         with undisturbed(self.model, create_graph=create_graph):
             yield Predictor(
-                self.posterior,
+                self.posterior.for_predictions,
                 fit.linearizer,
                 self._observation,
                 fit.mean.dtype,
@@ -318,8 +319,8 @@ class PredictingLaplace(EllaBase):
 
         Of models with outputs at S positions: `(B·S, C)` and `(B·S, C, K)`.
         """
-        with self._predicting() as predictor:
-            return predictor.features(x)
+        with self._predicting() as predictor:  # in all directions
+            return replace(predictor, posterior=self.posterior).features(x)
 
     def cache_features(
         self, loader: DataLoader, progress_bar: bool = False

@@ -473,3 +473,29 @@ def test_ignored_validation_data_are_pointed_out(blobs):
     with pytest.warns(UserWarning, match="ignores val_loader") as record:
         la.optimize_prior_precision(val_loader=loader)
     assert [w.filename for w in record] == [__file__]
+
+
+def test_predictions_of_many_directions_are_the_same(monkeypatch):
+    """Directions that the data hardly know are predicted with the prior outside."""
+    g = torch.Generator().manual_seed(0)
+    model = mlp(5, 30, 5).double()
+    x, y = torch.randn(70, 5, generator=g).double(), torch.randint(5, (70,))
+    la = ELLALaplace(model, "classification", n_eigenvalues="exact")
+    la.fit(DataLoader(TensorDataset(x, y), 70))
+    la.prior_precision = 20.0
+    inputs = torch.randn(6, 5, generator=g).double()
+    predict = {
+        "probabilities": lambda: la(inputs),
+        "variances": lambda: la.functional_variance(la_jacobians(model, inputs)),
+        "features": lambda: la.features(inputs)[1],
+    }
+    assert la.rank > la.posterior.for_predictions.rank
+    found = {name: f() for name, f in predict.items()}
+    monkeypatch.setattr("laplace_ella.posterior.posterior.MANY_DIRECTIONS", 10**6)
+    la.prior_precision = 20.0
+    for name, f in predict.items():
+        torch.testing.assert_close(found[name], f(), rtol=1e-4, atol=1e-6)
+
+
+def la_jacobians(model, x):
+    return dense.jacobians(model, x, list(model.parameters()))[1]

@@ -180,6 +180,7 @@ def test_reduced_posteriors_predict_the_same(case):
         assert_close(V.T @ V, torch.eye(reduced.rank).double())
     assert ranks[-1] < ranks[0] <= posterior.rank
     assert posterior.with_(complement=Complement.DROP).reduced().rank == posterior.rank
+    assert posterior.for_predictions is posterior  # few directions
 
 
 def test_indefinite_curvature_is_an_error_or_a_warning(case):

