@@ -134,7 +134,8 @@ def test_standard_errors():
 
 def test_the_rule():
     losses = torch.tensor([0.30, 0.31, 0.31, 0.31, 0.9]).unsqueeze(-1).repeat(1, 8)
-    losses = losses + 0.1 * torch.randn(5, 8)
+    noise = 0.1 * torch.randn(5, 8)
+    losses = losses + noise - noise.mean(1, keepdim=True)
     taus, shares, Ts = [0.5, 0.9, 2.0, 2.0, 1.0], [0, 0, 0.1, 0.1, 0.1], [1, 1, 9, 3, 1]
     # not sharper than needed, then the usual share, then T; never what is clearly worse
     assert choose(losses, taus, shares, Ts) == 3
@@ -212,7 +213,7 @@ def test_no_better_setting_on_a_grid(digits):
     """Brute force over all three settings; the share is the usual one."""
     la, chosen, val, _ = calibrated(digits, complement="prior")
     assert chosen.share == USUAL_SHARE
-    assert chosen.borders == ()
+    assert set(chosen.borders) <= {"ratio"}  # beyond it is the shape of the prior
     lowest = math.inf
     for la.softmax_temperature in (1.0, 1.3, 1.6, 1.8, 2.0, 2.3):
         for la.temperature in (1e-2, 0.1, 1.0, 10.0, 100.0):
