@@ -79,43 +79,43 @@ or None, default=None
         of the sampled pairs and of Monte-Carlo predictions without a generator; torch's
         global random state is neither read nor changed
     complement : Complement, str or float, optional
-        what becomes of the directions outside the basis, see `Complement`; a number is
-        their precision. May be changed after the fit, except to "matched", which the
-        fit must know of. By default matched for regression, at the prior for exact
-        fits and priors of several values, dropped otherwise
+        variance of the directions outside the basis, see `Complement`; a number is
+        their precision. May be changed after the fit, except to "matched", which has to
+        be set before. By default matched for regression, at the prior for exact fits
+        and priors of several values, dropped otherwise
     evidence : EvidenceScope or str, default="whole"
-        which directions the evidence is of, see `EvidenceScope`
+        directions included in the marginal likelihood, see `EvidenceScope`
     stochastic : bool or int, default=False
-        estimate the curvature from targets sampled from the model, so many per example:
-        one backward pass each, however many outputs and directions there are
+        estimate the curvature from targets that are sampled from the model, by one
+        backward pass per sample for any number of outputs and directions. An integer is
+        the number of samples per example
     output_layout : OutputLayout or str, default="flat"
         where the outputs of models that predict at many positions (tokens, pixels) have
         their channels, see `OutputLayout`; predictions come in the model's layout.
         Positions with class index -100 count for nothing
     softmax_temperature : float, default=1
         τ: predicted probabilities are those of f/τ. Unlike `temperature` it changes
-        neither the fit nor the variance of f, and below 1 it makes predictions more
-        confident; for `multi_label` the sigmoid's
+        neither the fit nor the variance of f, and values below 1 make predictions more
+        confident. With `multi_label` it divides the inputs of the sigmoids
     top_outputs : int, optional
-        m: predicted probabilities, in searches too, know the variance of the m largest
-        logits only. In reverse mode their gradients are all that is computed, 2m + 1
-        derivatives however many directions and classes there are; the classes that are
-        out of the question keep their logits. All by default
+        m: predictions, also those of searches, use the variance of the m largest logits
+        only; the other logits are kept as they are. In reverse mode this takes 2m + 1
+        derivatives for any number of directions and classes. All outputs by default
     multi_label : bool, default=False
-        classification with C labels that are there or not, each by a sigmoid, instead
-        of one class of C; targets are 0 or 1, in the shape of the output
+        classification with C labels, each present or absent by a sigmoid, instead of
+        one of C classes; targets are 0 or 1, in the shape of the output
     parameter_names : sequence of str, optional
         names of the parameters that get a posterior, or patterns like "encoder.*"; all
         that require gradients by default. No derivative is taken below the first of
         them: the last blocks of a network make predictions several times cheaper
     compute : ComputeOptions, optional
-        how derivatives are computed: ways, sizes, memory, precision and place of the
-        directions
+        how derivatives are computed: modes, chunk size and memory, precision and device
+        of the directions
     distributed : bool, optional
         whether the processes of `torch.distributed`'s default group fit and tune one
         posterior, each with its part of the data; by default if there is a group.
-        Methods that take a loader are then to be called in all of them, and give the
-        same in all. False lets each process work alone
+        Methods that take a loader must then be called in all processes, and return the
+        same in all. With False each process works alone
 
     Attributes
     ----------

@@ -331,7 +331,7 @@ class EllaSettings(ParametricLaplace):
 
     @property
     def evidence(self) -> EvidenceScope:
-        """Which directions the evidence is of, see `EvidenceScope`."""
+        """Directions included in the marginal likelihood, see `EvidenceScope`."""
         return self._evidence
 
     @evidence.setter

@@ -26,7 +26,7 @@ class FeatureMode(str, Enum):
     """
 
     AUTO = "auto"
-    """Decide once, at fit: by cost, and by a measurement where the costs are close."""
+    """Choose at the fit: by cost, and by a measurement where the costs are close."""
 
     FORWARD = "forward"
     """Forward-mode AD: about 2K + 1 passes, whatever C. Best for many outputs."""
@@ -41,7 +41,7 @@ class FeatureMode(str, Enum):
 
 
 class RowMode(str, Enum):
-    """How the gradients of B examples are taken; every way gives the same rows.
+    """How the gradients of B examples are computed; all modes give the same rows.
 
     Examples
     --------
@@ -57,7 +57,7 @@ class RowMode(str, Enum):
     """`vmap(grad)`: one batched backward pass. Grouped convolutions may be slow."""
 
     LOOP = "loop"
-    """One backward pass per row. Works for every model autograd works for."""
+    """One backward pass per row. Works for every model that autograd supports."""
 
     BACKPACK = "backpack"
     """Jacobians by laplace-torch's `BackPackGGN`, for the layers that BackPACK knows:
@@ -128,7 +128,7 @@ class ComputeOptions:
 
 @dataclass(frozen=True)
 class Modes:
-    """What was decided; None where nothing was.
+    """The modes of differentiation that were chosen, or None.
 
     Attributes
     ----------

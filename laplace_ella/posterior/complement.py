@@ -35,7 +35,7 @@ UNKNOWN_SPAN = (
 
 
 class Complement(str, Enum):
-    """What becomes of the directions of parameter space outside the basis.
+    """Variance of the directions of parameter space outside the basis.
 
     Examples
     --------
@@ -50,21 +50,21 @@ class Complement(str, Enum):
     """
 
     DROP = "drop"
-    """They have no variance, as in the paper. Needs the features only."""
+    """No variance, as in the paper. Predictions need the features only."""
 
     PRIOR = "prior"
-    """They keep the prior's: Σ = (D + VHVᵀ/(σ²T))⁻¹. Equals the exact linearised
-    Laplace once V spans the training gradients. Needs the part of J(x) outside the
-    basis as well: C backward passes per example."""
+    """The prior's variance: Σ = (D + VHVᵀ/(σ²T))⁻¹. Equals exact linearised Laplace
+    if V spans the training gradients. Predictions also need the part of J(x) outside
+    the basis: C backward passes per example."""
 
     MATCHED = "matched"
-    """They have as much as exact linearised Laplace leaves them on average, by the
-    spectrum of the sampled gradients, and the prior's where the data say nothing. For
+    """The variance that exact linearised Laplace has there on average, estimated from
+    the spectrum of the sampled gradients, and the prior's outside their span. For
     regression with one prior precision and one noise."""
 
 
 class EvidenceScope(str, Enum):
-    """Which directions the evidence is of.
+    """Directions included in the marginal likelihood.
 
     Examples
     --------
@@ -77,12 +77,12 @@ class EvidenceScope(str, Enum):
     """
 
     WHOLE = "whole"
-    """All that the data have curvature in, as far as the spectrum of the sampled
-    gradients tells: regression with one prior precision and one noise. Otherwise those
-    in the basis."""
+    """All directions, those outside the basis by the spectrum of the sampled gradients.
+    For regression with one prior precision and one noise; otherwise the same as
+    'basis'."""
 
     BASIS = "basis"
-    """Those in the basis: the evidence of the paper's posterior."""
+    """The directions in the basis: the evidence of the paper's posterior."""
 
 
 @dataclass(frozen=True)

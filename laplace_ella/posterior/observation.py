@@ -67,10 +67,10 @@ class Family(str, Enum):
 
 
 class Link(str, Enum):
-    """E[softmax(f)] for Gaussian logits f, approximately.
+    """Approximations of E[softmax(f)] for Gaussian logits f.
 
-    All but one are those of `laplace.utils.enums.LinkApprox`, whose members are
-    accepted wherever these are.
+    All but `PROBIT_CENTERED` are those of `laplace.utils.enums.LinkApprox`, whose
+    members are accepted wherever these are.
 
     Examples
     --------
@@ -82,23 +82,24 @@ class Link(str, Enum):
     """
 
     MC = "mc"
-    """The mean over samples of f: right up to 1/√n_samples, for every covariance."""
+    """The mean over samples of f, with an error of order 1/√n_samples."""
 
     PROBIT = "probit"
-    """Each logit divided by √(1 + π/8·var), as in laplace-torch. It takes a common
-    shift of all logits, which the softmax does not see, for uncertainty."""
+    """Each logit divided by √(1 + π/8·var), as in laplace-torch. The variance of a
+    shift that is common to all logits counts as uncertainty, although the softmax is
+    invariant to it."""
 
     PROBIT_CENTERED = "probit_centered"
-    """The same for f less its mean over the classes, var being that of each logit's
-    distance from the mean of the others: at the price of probit, closer to sampling
-    wherever logits vary together, and right for two classes."""
+    """Probit after subtracting the mean over the classes from f, with the variance of
+    each logit's distance from the mean of the others. Costs as much as probit, and is
+    closer to sampling where the logits vary together."""
 
     BRIDGE = "bridge"
-    """The mean of the Dirichlet that the Laplace bridge leads to."""
+    """The mean of the Dirichlet distribution of the Laplace bridge."""
 
     BRIDGE_NORM = "bridge_norm"
-    """The same with the variance normalised first, and with it the scale of f: a
-    softmax temperature changes nothing."""
+    """The same after normalising the variance and the scale of f. It does not depend
+    on a softmax temperature."""
 
 
 # A Gaussian over the outputs
