@@ -129,15 +129,6 @@ def test_the_complement_of_many_outputs_in_blocks():
     assert largest.numel < C * la.n_params / 2
 
 
-def test_a_large_rank_is_not_allocated():
-    """n_eigenvalues is a wish: only the fit knows the rank."""
-    with Largest() as largest:
-        la = ELLALaplace(mlp(3, 4, 2), "classification", n_eigenvalues=10**6)
-    assert largest.numel < 1000
-    la.fit(loader_of(torch.randn(6, 3), torch.randint(2, (6,))))
-    assert la.rank <= 12
-
-
 # --- fits and searches -------------------------------------------------------------
 
 

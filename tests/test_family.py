@@ -2,19 +2,14 @@
 
 import subprocess
 import sys
-import warnings
 
-import numpy as np
 import pytest
 import torch
 from laplace import DiagLLLaplace, FullLaplace, KronLaplace, Laplace
 from laplace.utils.enums import Likelihood, LinkApprox, PredType, SubsetOfWeights
 from torch.distributions import Categorical, Normal
-from torch.nn.utils import parameters_to_vector
-from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ComputeOptions, ELLALaplace, ELLALLLaplace, register_structure
-from laplace_ella.errors import RankWarning
 from tests import dense
 from tests.cases import (
     Batch,
@@ -129,49 +124,6 @@ def test_positional_order_is_that_of_the_base():
     assert tuple(map(float, found)) == pytest.approx((0.3, 2.0, 0.5))
     assert (la.temperature, la.enable_backprop) == (1.5, True)
     assert (la.dict_key_x, la.dict_key_y) == ("x", "y")
-
-
-@flavours
-@pytest.mark.parametrize("value", [1.2, torch.tensor([1.2]), np.array(1.2)])
-def test_one_number(cls, value):
-    """Numbers, tensors and arrays; the noise is for regression alone."""
-    la = (
-        cls(mlp(3, 4, 2), "regression", value, value, value, last_layer_name="2")
-        if (cls is ELLALLLaplace)
-        else cls(mlp(3, 4, 2), "regression", value, value, value)
-    )
-    for name in ("sigma_noise", "prior_precision", "prior_mean"):
-        assert float(getattr(la, name)) == pytest.approx(1.2)
-    la.sigma_noise = np.array([0.3, 0.4])
-    assert_close(la.sigma_noise, torch.tensor([0.3, 0.4]))
-    with pytest.raises(ValueError, match="regression"):
-        cls(mlp(3, 4, 2), "classification", sigma_noise=value)
-
-
-@flavours
-@pytest.mark.parametrize("size", ["scalar", "layerwise", "diag"])
-def test_prior_precision_shapes(cls, size):
-    model = mlp(3, 4, 2)
-    layers = list(model.children())[-1:] if cls is ELLALLLaplace else [model]
-    sizes = [p.numel() for layer in layers for p in layer.parameters()]
-    n = {"scalar": 1, "layerwise": len(sizes), "diag": sum(sizes)}[size]
-    name = {"last_layer_name": "2"} if cls is ELLALLLaplace else {}
-    la = cls(model, "regression", prior_precision=torch.full((n,), 1.7), **name)
-    torch.testing.assert_close(la.prior_precision_diag, torch.full((sum(sizes),), 1.7))
-
-
-@both
-@pytest.mark.parametrize("full", [False, True])
-def test_prior_mean_and_scatter(name, full):
-    """The scatter is (θ̂ − μ)ᵀ D (θ̂ − μ), for scalar and full prior means."""
-    case = make(name)
-    mean = torch.full((case.n_params,), 0.8, dtype=torch.float64) if full else 0.8
-    la = fit(case, prior_mean=mean, prior_precision=1e-2)
-    theta = parameters_to_vector(case.params).detach()
-    assert_close(la.scatter, 1e-2 * (theta - 0.8).square().sum())
-    V = la.basis.directions.T
-    expected = dense.Reference(case, V, sigma=la.sigma_noise, prior_mean=0.8)
-    assert_close(la.log_marginal_likelihood(), expected.evidence(1e-2))
 
 
 SETTINGS = {
@@ -411,7 +363,7 @@ def test_backprop_of_samples_by_every_mode(mode):
     assert torch.autograd.gradcheck(draw, (x,))
 
 
-# --- reward modelling and frozen parameters ----------------------------------------
+# --- reward modelling --------------------------------------------------------------
 
 
 def test_reward_modeling():
@@ -433,26 +385,3 @@ def test_reward_modeling():
     la.optimize_prior_precision(
         method="gridsearch", val_loader=case.loader(), grid_size=5
     )
-
-
-def test_frozen_parameters():
-    """Parameters without gradient are constants, as if they were buffers."""
-    case = make("frozen")
-    assert case.n_params < sum(p.numel() for p in case.model.parameters())
-    la = fit(case, prior_precision=0.5)
-    assert la.n_params == case.n_params == len(la.mean)
-    f, f_var = dense.Reference(case, la.basis.directions.T).predict(case.x_test, 0.5)
-    assert_close(la(case.x_test), dense.probit(f, f_var))
-
-
-@flavours
-def test_defaults_on_float32(cls):
-    """Defaults, float32, ten data points: fit, tune, predict."""
-    x, y = torch.randn(10, 3), torch.randint(2, (10,))
-    la = cls(mlp(3, 20, 2), "classification")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RankWarning)
-        la.fit(DataLoader(TensorDataset(x, y), batch_size=3))
-    la.optimize_prior_precision()
-    assert la(x).shape == (10, 2)
-    assert la(x).dtype == torch.float32
