@@ -15,7 +15,7 @@ __all__ = ["ExampleBytes", "PassCost", "pass_limit"]
 #: Bytes that one pass may take, and as much again its results; the share of a memory
 #: budget that they may take where one is given.
 PASS_BYTES = {"cpu": 2**28, "cuda": 2**31}
-PASS_SHARE = 0.15
+PASS_SHARE = 0.13
 
 #: Bytes that a pass need not save on: at least, and at most where what every pass reads
 #: takes as much. Measured with nine networks on a CPU with 32 MB of cache.
@@ -69,10 +69,11 @@ class PassCost:
         """Return how many examples, with how many of their vectors, make one pass."""
         limit = pass_limit(device, budget)
         least, most = ENOUGH_BYTES["cuda" if device.type == "cuda" else "cpu"]
-        free = limit - self.base
+        free, shared = limit - self.base, self.shared
         if budget is None:  # as much as the activations, which every pass makes anew
-            free = max(free, self.base)
-        fitting = free // max(1, self.each + self.shared)
+            free, shared = max(free, self.base), 0
+        # As much for examples as for what they share.
+        fitting = free // max(1, self.each + 2 * shared)
         useful = max(ENOUGH_VECTORS, most // max(1, self.each))
         vectors = max(1, min(n_vectors, fitting, useful))
         # Passes of one size: the rest of an uneven division costs a pass of its own.
@@ -80,4 +81,4 @@ class PassCost:
         one = self.base + vectors * self.each
         enough = max(least, min(most, LIVE_RESULTS * vectors * self.shared))
         examples = max(ENOUGH_VECTORS // vectors, enough // one)
-        return max(1, min(examples, (limit - vectors * self.shared) // one)), vectors
+        return max(1, min(examples, (limit - vectors * shared) // one)), vectors

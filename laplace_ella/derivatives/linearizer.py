@@ -447,11 +447,13 @@ class Linearizer:
                     lefts = rests_of(i)
                     for j in chunks(i.stop, n_outputs):
                         rights = lefts if j == i else rests_of(j)
-                        pairs = zip(products, lefts, rights, strict=True)
-                        for product, left, right in pairs:
+                        # By index: a graph does not follow the views of a loop.
+                        for r, (left, right) in enumerate(
+                            zip(lefts, rights, strict=True)
+                        ):
                             tile = accurate_product(left, right)
-                            product[part, at, i, j] = tile
-                            product[part, at, j, i] = tile.mT
+                            products[r, part, at, i, j] = tile
+                            products[r, part, at, j, i] = tile.mT
         products = products.flatten(1, 2)
         return Features(
             positions.rows(f),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from laplace_ella.support.batches import has_values, tensors_of, with_tensors
+from laplace_ella.support.batches import tensors_of, with_tensors
 
 __all__ = [
     "ModelFunction",
@@ -175,15 +175,11 @@ class ModelFunction:
     def activation_bytes(self, x: Any) -> tuple[Any, int, int]:
         """Return the outputs, and bytes of the largest and of all results that their
         backward pass needs; weights do not count."""
-        weights, kept = set(), {}
-        for p in self.model.parameters():
-            if has_values(p):  # fake tensors have no place in memory
-                weights.add(p.untyped_storage().data_ptr())
+        weights, kept = set(map(_place, self.model.parameters())), {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            place = tensor.untyped_storage().data_ptr() if has_values(tensor) else 0
-            if place not in weights:
-                kept[place] = max(kept.get(place, 0), tensor.nbytes)
+            if _place(tensor) not in weights:
+                kept[_place(tensor)] = max(kept.get(_place(tensor), 0), tensor.nbytes)
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -198,6 +194,14 @@ class ModelFunction:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         cast = self._cast(tensor)
         return cast.clone() if cast is tensor else cast
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Return where a tensor and its views are in memory."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # fake ones and some subclasses have no place
+        return id(tensor)
 
 
 def clearer_error(
