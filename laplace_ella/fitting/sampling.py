@@ -107,8 +107,8 @@ def sample_basis(plan: FitPlan, start: Fit | None = None) -> tuple[Fit, Progress
             linearizer = _in_double(plan, linearizer, x, n_pairs)
         return _read_all(plan, linearizer, x, batches, n_own * n_outputs, start)
     rank = min(plan.rank_limit, plan.subsample_size, n_pairs)
+    capacity, keep = plan.buffer_sizes(linearizer, n_pairs)  # before any derivative
     linearizer = decide(linearizer, x, rank)
-    capacity, keep = plan.buffer_sizes(linearizer, n_pairs)
     rng, n_samples = np.random.default_rng(plan.seed), min(plan.subsample_size, n_pairs)
     few, sketch = 0, None
     if plan.keeps_span and capacity > n_samples:
