@@ -40,13 +40,9 @@ def report():
 
 
 def test_numbers_and_directions():
-    for column, better, worse in (
-        ("nll", 0.1, 0.2),
-        ("accuracy", 0.9, 0.8),
-        ("auroc:SVHN", 0.9, 0.8),
-        ("coverage_90", 0.91, 0.85),
-        ("coverage_90", 0.89, 0.99),
-    ):
+    ascending = [("nll", 0.1, 0.2), ("accuracy", 0.9, 0.8), ("auroc:far", 0.9, 0.8)]
+    ascending += [("coverage_90", 0.91, 0.85), ("coverage_90", 0.89, 0.99)]
+    for column, better, worse in ascending:
         assert badness(column, better) < badness(column, worse)
     for column, value, text in (
         ("accuracy", 0.9173, "91.7"),
