@@ -561,12 +561,11 @@ def test_matched_complement_is_refused_where_it_is_not_known():
         build(case, complement="matched").fit(case.loader())
 
 
-def test_defaults():
-    """Regression of few data is exact, classification has 20 directions."""
-    for name, exact in ((REGRESSION, True), (CLASSIFICATION, False)):
-        case = problem(name)
-        la = ELLALaplace(case.model, case.likelihood)
-        la.fit(case.loader())
-        assert la.fitted.spans_all is exact
-        assert la.basis.n_samples == len(case.x) * 3
-        assert la.rank == (la.n_params if exact else 20)
+@both
+def test_few_data_are_fitted_exactly_by_default(name):
+    case = problem(name)
+    la = ELLALaplace(case.model, case.likelihood)
+    la.fit(case.loader())
+    assert la.fitted.spans_all
+    assert la.basis.n_samples == len(case.x) * 3
+    assert_exact(la, case, slice(None))

@@ -140,11 +140,11 @@ def _from_loader(
     has room for."""
     linearizer, V = start.linearizer, start.basis.directions
     expected = linearizer.layout.of(start.output_shape)
-    how = plan.fn.device, "[Computing Hessian]", plan.progress_bar
+    how = start.mean.device, "[Computing Hessian]", plan.progress_bar
     batches = plan.data.batches(*how, done.n_batches, done.targets)
     for where, x, targets, running in batches:
         size, first, rows = where.stop - where.start, 0, None
-        for part in linearizer.parts(x, 2 * start.basis.rank):
+        for part in linearizer.parts(x, 2 * len(V)):
             phi = None
             if _is_sampled(plan):
                 f, here = linearizer.outputs(part)

@@ -72,31 +72,8 @@ def check_plan(
 class FitPlan:
     """The model, its data, and how many directions are wanted.
 
-    Attributes
-    ----------
-    fn : ModelFunction
-    layout : OutputLayout
-    dict_key_x : str
-    options : ComputeOptions
-    observation : ObservationModel
-    subsample_size : int
-        M
-    n_eigenvalues : int, "auto" or "exact"
-        K; "exact" takes the gradients of all pairs and all their directions, "auto"
-        does so where that is affordable and else goes by the spectrum
-    seed : int
-        of the sampled pairs
-    curvature : Curvature
-    stochastic : bool or int
-        sampled cotangents per example, instead of the exact curvature
-    complement : Complement or float, optional
-        what was asked for; None leaves it to the fit
-    data : TrainingData
-    processes : Processes, optional
-        that fit together
-    progress_bar : bool
-    budget : int, optional
-        bytes that all processes may use, where there are several
+    The settings are those of `ELLALaplace`; `budget` is what all processes may use of
+    memory, in bytes, where several fit together.
     """
 
     fn: ModelFunction
