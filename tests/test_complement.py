@@ -134,6 +134,22 @@ def test_near_exact_from_a_quarter_of_the_gradients():
         assert ratio(new) > 3.2
 
 
+@pytest.mark.parametrize("n", [100, 200])
+def test_decades_stand_for_all_directions(n):
+    """Ten directions of all gradients, of which sums in groups or all weights are kept,
+    have the variance of exact Laplace for every prior, at new inputs and far away."""
+    model, loader, _ = trained(n, 20)  # 541 weights
+    exact = fitted(model, loader, n_eigenvalues="exact", sigma_noise=0.1)
+    la = fitted(model, loader, n_eigenvalues=10, sigma_noise=0.1)
+    assert (la.fitted.span.sketch.signs is None) == (n == 200)
+    new, far = torch.randn(100, 4).double(), 10 * torch.randn(50, 4).double()
+    for prior in (1e-2, 1.0, 1e2, 1e4):
+        la.prior_precision = exact.prior_precision = prior
+        for x in (new, far):
+            both = la(x, diagonal_output=True)[1] / exact(x, diagonal_output=True)[1]
+            assert abs(float(both.log().mean())) < 0.3, (prior, both.log().mean())
+
+
 @pytest.mark.parametrize("rank", [5, 20, 50])
 def test_a_strong_prior_and_few_sampled_gradients(rank):
     """Where the data know less than the prior its variance is that of exact Laplace,
