@@ -186,7 +186,7 @@ def _outside(posterior: SubspacePosterior) -> tuple[float | None, float]:
     freedom = tail.spectrum.degrees_of_freedom(ridge) - (top / (top + ridge)).sum()
     share = 0.0
     if posterior.whole and not tail.spectrum.complete:
-        beyond = tail.log_det(posterior.rank, posterior.factor, posterior.prior)
+        beyond = tail.spectrum.log_det_beyond(posterior.rank, ridge)
         share = float(beyond / posterior.log_det_ratio)
     return max(float(freedom), 0.0), share
 

@@ -226,7 +226,7 @@ def test_weight_samples_have_one_precision_outside():
     case = make("regression_1")
     la = fit(case, prior_precision=0.3, complement="matched", n_eigenvalues=3)
     matched = la.posterior
-    number = matched.with_(complement=float(matched.outside.single))
+    number = matched.with_(complement=float(matched.outside_precision))
     noise = torch.eye(la.rank + la.n_params).double()
     noise = noise.split([la.rank, la.n_params], dim=1)
     assert_close(matched.sample_offsets(*noise), number.sample_offsets(*noise))
@@ -263,7 +263,7 @@ def test_defaults():
         other = fitted(case.model, case.loader(), **options)
         assert other.complement == expected
     case = make("classification_mlp")
-    la = ELLALaplace(case.model, "classification")
+    la = ELLALaplace(case.model, "classification", n_eigenvalues=4)
     la.fit(case.loader())
     assert la.complement == "drop"
 

@@ -92,7 +92,7 @@ class Precisions:
     Attributes
     ----------
     within : torch.Tensor
-        α `(n - 1,)`, in the decades of the span; none where there are no parts
+        α `(n - 1,)`, in the decades of the span
     usual : torch.Tensor
         β, outside the span, up to `largest`
     beyond : torch.Tensor
@@ -109,16 +109,9 @@ class Precisions:
     single: torch.Tensor
     largest: float = 0.0
 
-    @classmethod
-    def all(cls, precision: torch.Tensor) -> Precisions:
-        """Return the same for all parts."""
-        return cls(precision.new_zeros(0), precision, precision, precision)
-
     def covariance(self, residual: torch.Tensor) -> torch.Tensor:
         """Return the covariance from products `(..., n, c, c)` of the gradients' parts
         outside the basis."""
-        if not len(self.within):
-            return residual.sum(-3) / self.single.to(residual)
         known, outside = residual[..., :-1, :, :], residual[..., -1, :, :]
         known = torch.einsum("...nij,n->...ij", known, 1 / self.within.to(known))
         norms = outside.diagonal(dim1=-2, dim2=-1)
@@ -143,13 +136,6 @@ class Tail:
 
     spectrum: Spectrum
     span: Span | None = None
-
-    def log_det(
-        self, rank: int, factor: torch.Tensor, prior: torch.Tensor
-    ) -> torch.Tensor:
-        """Return what it adds to log det(I + fJᵀJ/δ), a scalar."""
-        ridge = prior.double() / factor.double()
-        return self.spectrum.log_det_beyond(rank, ridge).reshape(())
 
     def precisions(
         self,

@@ -284,7 +284,8 @@ class SubspacePosterior:
         """Return what directions after the first `rank` add to it."""
         if self.tail is None or not self.whole or not self.is_scalar:
             return 0.0
-        return self.tail.log_det(rank, self.factor, self.prior)
+        ridge = self.prior.double() / self.factor.double()
+        return self.tail.spectrum.log_det_beyond(rank, ridge.reshape(()))
 
     def log_det_ratios(self) -> torch.Tensor:
         """Return the same for every rank k = 1..K, `(K,)`, from one factorisation.
@@ -312,7 +313,7 @@ class SubspacePosterior:
         if self.complement in (Complement.DROP, Complement.PRIOR):
             return self.log_det_prior + replace(self, whole=False).log_det_ratio
         outside = self.n_params - self.rank
-        return _log_det(self.precision) + outside * self.outside.single.log()
+        return _log_det(self.precision) + outside * self.outside_precision.log()
 
     def square_norm(self, delta: torch.Tensor) -> torch.Tensor:
         """Return ΔᵀPΔ for Δ `(P,)` under the posterior precision P."""
@@ -324,7 +325,7 @@ class SubspacePosterior:
         inside = _times(z, self.precision) @ z
         if self.complement is Complement.DROP:
             return inside
-        return inside + (square.sum() - z.square().sum()) * self.outside.single
+        return inside + (square.sum() - z.square().sum()) * self.outside_precision
 
     def sample_offsets(
         self, noise: torch.Tensor, outside: torch.Tensor | None
@@ -337,7 +338,7 @@ class SubspacePosterior:
             return z @ V
         if self.is_scalar:
             # One precision outside: single weights do not tell the parts apart.
-            outside = outside * self.outside.single.to(noise).rsqrt()
+            outside = outside * self.outside_precision.to(noise).rsqrt()
             return outside + (z - outside @ V.mT) @ V
         # A draw ε from the prior, its z replaced by one of the posterior.
         variance = 1 / self.prior_diagonal().to(noise)
@@ -371,19 +372,24 @@ class SubspacePosterior:
         return GradientSplit(V)
 
     @cached_property
-    def outside(self) -> Precisions:
-        """Precisions outside the basis, for a scalar prior."""
-        if self.complement is Complement.MATCHED and self.tail is not None:
-            variances = self.scale.square().sum()
-            freedom = self.rank - (self.prior.double() * variances).squeeze()
-            trace = self.H.trace() if self.H.ndim > 1 else self.H.sum()
-            return self.tail.precisions(
-                self.rank, self.factor, self.prior, freedom, trace
-            )
+    def matched(self) -> Precisions | None:
+        """Matched precisions of the parts outside the basis, where they are asked
+        for."""
+        if self.complement is not Complement.MATCHED or self.tail is None:
+            return None
+        variances = self.scale.square().sum()
+        freedom = self.rank - (self.prior.double() * variances).squeeze()
+        trace = self.H.trace() if self.H.ndim > 1 else self.H.sum()
+        return self.tail.precisions(self.rank, self.factor, self.prior, freedom, trace)
+
+    @property
+    def outside_precision(self) -> torch.Tensor:
+        """One precision for all directions outside the basis, for a scalar prior."""
+        if self.matched is not None:
+            return self.matched.single
         prior = self.prior.double().reshape(())
-        if isinstance(self.complement, Complement):
-            return Precisions.all(prior)
-        return Precisions.all(torch.full_like(prior, self.complement))
+        number = not isinstance(self.complement, Complement)
+        return torch.full_like(prior, self.complement) if number else prior
 
     def function_values(
         self,
@@ -405,19 +411,21 @@ class SubspacePosterior:
         outputs : torch.Tensor, optional
             which outputs of each row features are of, `(B, c)`; None for all
         """
-        root = self.scale
+        root, matched = self.scale, self.matched
         if not self.needs_residual:
             residual = None
-        elif residual is None or residual.shape[-3] < self.gradient_split.n_parts:
+        elif residual is None or (matched is not None and residual.shape[-3] == 1):
             raise ValueError(
                 f"complement={self._complement_text} needs the part of J(x) outside "
                 "the basis besides the features; make the cache with this posterior, "
                 "after setting the complement."
             )
-        elif self.is_scalar:
-            residual = self.outside.covariance(residual)
-        else:  # φ = JD⁻¹V, the factor is JW G^{-1/2}
+        elif not self.is_scalar:  # φ = JD⁻¹V, the factor is JW G^{-1/2}
             root, residual = self.prior_on_subspace @ root, residual.sum(-3)
+        elif matched is not None:
+            residual = matched.covariance(residual)
+        else:
+            residual = residual.sum(-3) / self.outside_precision.to(residual)
         factor = _times(phi, root)
         if outputs is None:
             return FunctionValues(f, factor, residual)
