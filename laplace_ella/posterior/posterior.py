@@ -388,8 +388,9 @@ class SubspacePosterior:
         if self.matched is not None:
             return self.matched.single
         prior = self.prior.double().reshape(())
-        number = not isinstance(self.complement, Complement)
-        return torch.full_like(prior, self.complement) if number else prior
+        if isinstance(self.complement, Complement):
+            return prior
+        return torch.full_like(prior, self.complement)
 
     def function_values(
         self,
