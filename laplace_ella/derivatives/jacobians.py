@@ -123,7 +123,7 @@ def rows_by_vmap(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         one = batch.with_leaves([v.unsqueeze(0) for v in leaves], 1).inputs
         f, pull = vjp(lambda p: fn(p, one).flatten(), params)[:2]
-        if len(cotangents) == 1:  # one batched dimension less is a third faster
+        if len(cotangents) == 1:  # one batched dimension less
             grads = [g.unsqueeze(0) for g in pull(cotangents[0].to(f))[0]]
         else:
             (grads,) = vmap(pull)(cotangents.to(f))

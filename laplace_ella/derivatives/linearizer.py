@@ -103,7 +103,8 @@ class Linearizer:
 
     def _ways(self, create_graph: bool = False) -> tuple[FeatureMode, RowMode]:
         """Return the ways for features and rows. Where nothing was decided, or not in
-        this precision, those of plain autograd, which work for nearly every model."""
+        this precision, those of plain autograd, which work for nearly every model; they
+        alone can be differentiated again where the model has layers of `WRONG`."""
         features, rows = self.modes.features, self.modes.rows
         if create_graph and any(isinstance(m, WRONG) for m in self.fn.model.modules()):
             return FeatureMode.REVERSE, RowMode.LOOP
