@@ -96,7 +96,6 @@ def test_lookups_and_their_errors(report):
     with pytest.raises(ValueError, match=r"columns must be among .* got 'ece'"):
         report.to_markdown(["ece"])
     assert str(Report([])) == "No results."
-    assert "out of memory" in str(Report([Result("full", status="out of memory")]))
 
 
 def test_means_and_errors_over_seeds():
@@ -121,8 +120,7 @@ def test_markdown_and_csv(report):
     assert "- ella (mc): rank 13" in text
     some = report.to_markdown(["nll", "nll_to_best"])
     assert some.splitlines()[0] == "| method | link | tuned on | NLL | NLL − best |"
-    pipes = Report([Result("a|b", metrics={"nll": 1.0})])
-    assert "a\\|b" in pipes.to_markdown()
+    assert "a\\|b" in Report([Result("a|b", metrics={"nll": 1.0})]).to_markdown()
     lines = list(csv.DictReader(io.StringIO(report.to_csv())))
     assert [line["method"] for line in lines] == [
         "map", "ella", "ella", "kron (without BatchNorm2d)", "full", "tau",
