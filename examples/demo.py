@@ -51,6 +51,10 @@ rows that are not significantly worse than the best of those tuned on the same d
 is the divergence from exact linearised Laplace.
 
 """
+FIGURES = """![Intervals of four posteriors around a gap](gap.png)
+
+![Test NLL against the time of predictions](cost.png)
+"""
 STARTED = time.perf_counter()
 
 
@@ -223,6 +227,8 @@ def main() -> None:
     for number, part in enumerate((few_data, gap, calibrated), start=1):
         say(f"part {number} of 3: {part.__doc__}")
         part(folder)
+    with (folder / "tables.md").open("a") as file:
+        file.write(FIGURES)
     say(f"tables and figures are in {folder.resolve()}")
 
 
