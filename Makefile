@@ -25,7 +25,7 @@ WHEEL := .venv-wheel
 
 GALLERY := $(filter-out %/style.py,$(wildcard examples/gallery/*.py))
 
-.PHONY: help demo results-demo gallery docs test test-new test-old test-oldest test-clients \
+.PHONY: help demo results-demo gallery outputs docs test test-new test-old test-oldest test-clients \
 	lint format build clean
 
 help: ## show this list
@@ -84,6 +84,9 @@ demo: $(VENV)/.demo ## compare all methods on three small problems, into demo/
 # The variable silences an announcement of mkdocs-material about other projects.
 docs: $(VENV)/.docs ## build the documentation, site/index.html
 	NO_MKDOCS_2_WARNING=1 PYTHONWARNINGS=ignore $(BIN)/mkdocs build --quiet --strict
+
+outputs: $(VENV)/.docs ## write what the code of README and site prints into the pages
+	$(BIN)/python -W ignore docs/hooks/outputs.py README.md docs/*.md
 
 results-demo: $(VENV)/.demo ## write the demo's tables and figures into the repository
 	$(BIN)/python -W ignore examples/demo.py examples/paper/results/demo

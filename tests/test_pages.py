@@ -3,6 +3,7 @@ their links lead to files, and the tables of the package name what there is."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -17,6 +18,7 @@ import torch
 from laplace_ella.cli import build_parser
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "laplace_ella"
 SITE = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 RESULTS = sorted((ROOT / "examples").rglob("*.md"))
@@ -114,21 +116,53 @@ def quoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_every_file_of_the_package_is_on_the_page():
-    named, folder = [], ""
+def sections() -> list[list[str]]:
+    """Return the modules of each section of the table, by their paths."""
+    found, folder = [[]], ""
     for file, _ in rows("The package on one page"):
         if file.startswith("**"):
             folder = "".join(quoted(file))
+            found.append([])
         else:
-            named += [folder + entry for entry in quoted(file)]
-    package = ROOT / "laplace_ella"
-    files = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
-    assert sorted(named) == sorted(f for f in files if not f.endswith("__init__.py"))
+            found[-1] += [folder + entry for entry in quoted(file)]
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules of the package that a module imports, by their paths."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+            paths = [name.partition(".")[2].replace(".", "/") + ".py" for name in names]
+            found |= {path for path in paths if (PACKAGE / path).is_file()}
+    return found
+
+
+def test_every_file_of_the_package_is_on_the_page():
+    files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    files = {file for file in files if not file.endswith("__init__.py")}
+    assert sorted(file for section in sections() for file in section) == sorted(files)
+
+
+def test_modules_import_from_above():
+    """From their own section and those above it, and no two from each other."""
+    place = {file: i for i, section in enumerate(sections()) for file in section}
+    graph = {file: imported(PACKAGE / file) for file in place}
+    upwards = [(f, g) for f in graph for g in graph[f] if place[g] > place[f]]
+    assert upwards == []
+    assert [(f, g) for f in graph for g in graph[f] if f in graph[g]] == []
+
+
+def test_files_are_short():
+    lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*")
+               if path.suffix == ".py"}  # fmt: skip
+    assert {path.name: n for path, n in lengths.items() if n > 500} == {}
 
 
 def test_every_step_on_the_page_exists():
     for step, function, file in rows("The way of the data"):
-        texts = [(ROOT / "laplace_ella" / path).read_text() for path in quoted(file)]
+        texts = [(PACKAGE / path).read_text() for path in quoted(file)]
         for call in quoted(function):
             called = call.partition("(")[0].split(".")[-1]
             definition = re.compile(rf"^ *(def|class) {called}\b", re.MULTILINE)
