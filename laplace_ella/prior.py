@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from laplace.utils.enums import PredType, PriorStructure, TuningMethod
 
-from laplace_ella.derivatives.backends import Curvature
 from laplace_ella.errors import warn_caller
 from laplace_ella.fitting.data import check_loader, loader_batches
 from laplace_ella.posterior.likelihood import observed, target_rows
@@ -191,7 +190,9 @@ class PriorTuning(PredictingLaplace):
         if tuned_link is not None:
             self.link_approx = tuned_link
         if verbose:
-            print(f"Optimized prior precision is {self.prior_precision}.")
+            tau = self.softmax_temperature
+            more = "" if found is None else f", softmax temperature {tau:.3g}"
+            print(f"Optimized prior precision is {self.prior_precision}{more}.")
         return found
 
     @torch.inference_mode(False)  # the evidence is differentiated
@@ -247,7 +248,7 @@ class PriorTuning(PredictingLaplace):
 
     def _no_leave_one_out(self, fit: Fit) -> str | None:
         """Return why examples cannot be left out, None where they can."""
-        if self.curvature is not Curvature.GGN:
+        if self.curvature.value != "ggn":
             return "takes the GGN as curvature, got the empirical Fisher"
         if fit.training is None or not fit.spans_all:
             return (
@@ -255,7 +256,7 @@ class PriorTuning(PredictingLaplace):
                 "n_eigenvalues='exact', or 'auto' with at most 4,000 pairs of example "
                 "and output, a memory_budget that holds them, and no truncation"
             )
-        return None
+        return None if len(fit.training.f) else "takes data: call fit(train_loader)"
 
     def _link_loss(
         self, what: str, link_approx: Link | str | None, n_samples: int
