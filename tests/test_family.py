@@ -210,11 +210,10 @@ def test_shapes_are_those_of_full_laplace(cls, name, options):
             assert samples.shape == (4, len(x), 3)
 
 
-def test_gp_is_glm_and_predictive_its_old_name():
+def test_gp_is_glm():
     case = make(REGRESSION)
     la = fit(case)
-    for other in (la(case.x, pred_type="gp"), la.predictive(case.x, "glm", "mc", 3)):
-        assert_close(other, la(case.x))
+    assert_close(la(case.x, pred_type="gp"), la(case.x))
 
 
 def test_nn_predictive():

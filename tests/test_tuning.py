@@ -378,7 +378,8 @@ def test_temperature_equals_that_of_full_laplace(problem, structure, temperature
     given = fit(case, n_eigenvalues=exact.n_params, **options)
     assert la.effective_n_data == pytest.approx(60 / temperature)
     Js = dense.jacobians(case.model, x)[1]
-    close = {"rtol": 1e-6, "atol": 1e-9}  # condition numbers of 1e4 and more
+    # Condition numbers of 1e4 and more, and curvlinops 2 sums the curvature in float32.
+    close = {"rtol": 1e-4, "atol": 1e-6}
     for other in (la, given):
         expected = exact.functional_variance(Js)
         assert_close(other.functional_variance(Js), expected, **close)
