@@ -123,7 +123,9 @@ class PriorTuning(PredictingLaplace):
         exact fit (`n_eigenvalues="exact"`, or "auto" on up to 4,000 pairs of example
         and output). For regression, and other fits, the default is the evidence, as in
         laplace-torch. Of a layerwise or diagonal prior a common factor is chosen,
-        unless `prior_structure` asks for the evidence of each value.
+        unless `prior_structure` asks for the evidence of each value. Networks with
+        batch normalisation need validation data: their linearised model generalises
+        much worse than they do.
 
         The parameters are those of every Laplace class. Two things differ for
         `method='gridsearch'`: the features of the validation data are computed once
