@@ -193,6 +193,10 @@ def test_cifar10(run):
     assert not any("failed" in page for page in text.values())
 
 
+def test_few_data(run):
+    assert "in geometric mean" in run("few_data")["README.md"]
+
+
 def test_uci(run):
     page = run("uci")["README.md"]
     assert "| K = 20, matched |" in page

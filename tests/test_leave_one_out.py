@@ -167,24 +167,17 @@ def test_of_the_network():
     assert_close(found.variance, la.leave_one_out().variance)
 
 
-@pytest.mark.parametrize("layout", ["channels_last", "channels_first"])
-def test_examples_of_many_positions_are_left_out_as_a_whole(layout):
+def test_examples_of_many_positions_are_left_out_as_a_whole():
     g = torch.Generator().manual_seed(0)
     model = mlp(3, 4, 3).double()
     x = torch.randn(6, 4, 3, generator=g).double()
     y = torch.randint(3, (6, 4), generator=g)
     params = list(model.parameters())
-    first = layout == "channels_first"
-    wrapped = model if not first else Transposed(model)
     seen = y.clone()
     seen[0, 1] = -100
-    la = ELLALaplace(
-        wrapped,
-        "classification",
-        n_eigenvalues="exact",
-        prior_precision=4.0,
-        output_layout=layout,
-    )
+    options = {"n_eigenvalues": "exact", "prior_precision": 4.0}
+    options["output_layout"] = "channels_last"
+    la = ELLALaplace(model, "classification", **options)
     la.fit(DataLoader(TensorDataset(x, seen), 3))
     found = la.leave_one_out()
     f, J = dense.jacobians(lambda v: model(v).flatten(1), x, params)
@@ -196,22 +189,12 @@ def test_examples_of_many_positions_are_left_out_as_a_whole(layout):
     for i in range(6):
         expected, covariance = linear.without(i, mode)
         variance = covariance.diagonal().view(4, 3)
-        got = found.mean[i].T if first else found.mean[i]
-        assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        assert_close(found.mean[i], expected, rtol=1e-5, atol=1e-6)
         p = (expected / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
         nll = F.nll_loss(p.log(), seen[i], reduction="sum")
         assert_close(found.nll[i], nll, rtol=1e-5, atol=1e-6)
     choice = la.optimize_prior_precision()
     assert choice.prior_precision == pytest.approx(float(la.prior_precision))
-
-
-class Transposed(torch.nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x).transpose(1, 2)
 
 
 # --- the choice ----------------------------------------------------------------------
@@ -341,8 +324,7 @@ def test_calibrated_by_the_network(blobs):
 @pytest.mark.parametrize("link", ["probit_centered", "mc"])
 def test_links(blobs, link):
     la = fitted(blobs)
-    choice = la.optimize_prior_precision(link_approx=link, n_samples=50)
-    assert math.isfinite(choice.linear_loss)
+    la.optimize_prior_precision(link_approx=link, n_samples=50)
     *_, x, y = blobs
     p = la(x, link_approx=link, n_samples=200)
     assert float(F.nll_loss(p.log(), y)) < network_nll(blobs)
@@ -411,9 +393,8 @@ def test_marglik_is_that_of_full_laplace(blobs):
     full.optimize_prior_precision(method="marglik")
     rtol = 1e-4
     assert_close(la.prior_precision, full.prior_precision.double(), rtol=rtol)
-    assert_close(
-        la.log_marginal_likelihood(), full.log_marginal_likelihood(), rtol=rtol
-    )
+    expected = full.log_marginal_likelihood()
+    assert_close(la.log_marginal_likelihood(), expected, rtol=rtol)
 
 
 def test_a_failure_changes_nothing(blobs):
@@ -457,13 +438,12 @@ def test_ignored_validation_data_are_pointed_out(blobs):
 
 def test_predictions_of_many_directions_are_the_same(monkeypatch):
     """Directions that the data hardly know are predicted with the prior outside."""
-    g = torch.Generator().manual_seed(0)
     model = mlp(5, 30, 5).double()
-    x, y = torch.randn(70, 5, generator=g).double(), torch.randint(5, (70,))
+    x, y = torch.randn(70, 5).double(), torch.randint(5, (70,))
     la = ELLALaplace(model, "classification", n_eigenvalues="exact")
     la.fit(DataLoader(TensorDataset(x, y), 70))
     la.prior_precision = 20.0
-    inputs = torch.randn(6, 5, generator=g).double()
+    inputs = torch.randn(6, 5).double()
     J = dense.jacobians(model, inputs, list(model.parameters()))[1]
     predict = {
         "probabilities": lambda: la(inputs),
