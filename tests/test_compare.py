@@ -610,7 +610,6 @@ def test_nothing_of_the_users_is_touched(classes, capsys):
         ({"model": nn.Flatten()}, "no trainable parameters"),
         ({"model": nn.Sequential(nn.Linear(2, 4), nn.Unflatten(1, (2, 2)))}, "(B, C)"),
     ],
-    ids=str,
 )
 def test_mistakes_are_errors_before_any_fit(classes, kwargs, match, monkeypatch):
     monkeypatch.setattr(run, "fit_method", None)
