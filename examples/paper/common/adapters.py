@@ -24,6 +24,7 @@ import laplace_ella
 DRAWS, MEMBERS = 20, 5  # of a posterior over weights, of an ensemble
 
 NEEDS_VALIDATION = "needs validation data"
+NO_TRAINING = "trains networks, which was not done on images"
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Problem:
     def __post_init__(self) -> None:
         self.regression = self.likelihood == "regression"
         self.n = len(self.train[0])
+        self.batch = 100 if self.fresh else 10
 
     def loader(self, batch_size: int = 256, shuffle: bool = False) -> DataLoader:
         return DataLoader(TensorDataset(*self.train), batch_size, shuffle)
@@ -51,7 +53,7 @@ class Problem:
 
     def untrained(self, dropout: float = 0.0) -> nn.Module:
         if self.fresh is None:
-            raise ValueError("one pretrained network: more were not trained")
+            raise ValueError(NO_TRAINING)
         return self.fresh(dropout)
 
     def noise(self) -> float:
@@ -132,7 +134,7 @@ def tuned(
     fitted: Any = Laplace(net, kind, subset, structure, **options)
     learns = options.get("functional_approximation") == "variational"
     if not learns:
-        fitted.fit(problem.loader(100))
+        fitted.fit(problem.loader(problem.batch))
 
     def choose(prior: float | None) -> Any:
         la = copy.deepcopy(fitted) if learns else copy.copy(fitted)
@@ -141,7 +143,7 @@ def tuned(
             if problem.regression:
                 la.sigma_noise = noise**0.5
             if learns:
-                la.fit(problem.loader(100), lr=1e-2)
+                la.fit(problem.loader(problem.batch), lr=1e-2)
         elif not problem.regression:
             la.optimize_prior_precision()
         elif structure == "nystrom":
@@ -164,11 +166,11 @@ def by_evidence(la: Any, steps: int = 100) -> None:
     la.prior_precision, la.sigma_noise = (value.exp().item() for value in logs)
 
 
-def of_posterior(la: Any) -> Fitted:
+def of_posterior(la: Any, batch: int = 100) -> Fitted:
     regression = la.likelihood == "regression"
 
     def predict(x: Tensor) -> Any:
-        found = [la(part) for part in x.split(100)]
+        found = [la(part) for part in x.split(batch)]
         if not regression:
             return torch.cat(found).detach()
         mean, variance = (torch.cat(side).detach() for side in zip(*found, strict=True))
@@ -193,7 +195,7 @@ def linearised(subset: str, structure: str, **options: Any) -> Adapter:
 
     def adapt(problem: Problem) -> Choose:
         choose = tuned(problem, subset, structure, **options)
-        return lambda prior: of_posterior(choose(prior))
+        return lambda prior: of_posterior(choose(prior), problem.batch)
 
     return adapt
 
@@ -206,7 +208,7 @@ def calibrated(**options: Any) -> Adapter:
             raise ValueError(NEEDS_VALIDATION)
         la = tuned(problem, "all", "nystrom", **options)(1.0)
         la.optimize_calibration(DataLoader(TensorDataset(*problem.val), 256))
-        return lambda setting: of_posterior(la)
+        return lambda setting: of_posterior(la, problem.batch)
 
     return adapt
 
@@ -303,6 +305,8 @@ def posteriors(method: str) -> Adapter:
         import posteriors
         import torchopt
 
+        if problem.fresh is None:
+            raise ValueError(NO_TRAINING)
         net, noise = problem.network(), problem.noise()
         start = {k: v.detach().clone() for k, v in net.named_parameters()}
 

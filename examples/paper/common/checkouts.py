@@ -161,7 +161,7 @@ def nuqls(problem: Problem) -> Choose:
         if problem.regression:
             posterior.train(train, scale=scale or 1.0, S=10, epochs=1000, lr=1e-3)
         else:
-            bs, epochs = (problem.n, 1000) if problem.fresh else (50, 2)
+            bs, epochs = (problem.n, 1000) if problem.fresh else (10, 2)
             how = {"S": 10, "epochs": epochs, "lr": 1e-2, "mu": 0.9}
             C = len(y.unique())
             posterior.train(train, bs, C, scale=scale or 0.0025, **how)
