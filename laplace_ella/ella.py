@@ -350,6 +350,6 @@ or None, default=None
             n_pairs = n * math.prod(linearizer.output_shape)
             if processes is not None:
                 n_pairs = sum(processes.meet("numbers of pairs", n_pairs))
-            if exact or (known and plan.takes_all(linearizer, n_pairs)):
-                return plan.estimate_exact(linearizer, n_pairs)
-            return plan.estimate(linearizer, n_pairs)
+            if not exact and known:
+                exact = plan.takes_all(linearizer, n_pairs)
+            return plan.estimate(linearizer, n_pairs, exact)

@@ -10,7 +10,7 @@ from torch import nn
 from laplace_ella import ComputeOptions
 from laplace_ella.derivatives.complements import GradientSplit
 from laplace_ella.derivatives.model_function import ModelFunction
-from laplace_ella.derivatives.modes import FeatureMode, Modes, RowMode
+from laplace_ella.derivatives.modes import FeatureMode, RowMode
 from laplace_ella.derivatives.trials import decide, fastest, linearize
 from laplace_ella.errors import InsufficientMemoryError, NotDifferentiableError
 from laplace_ella.support.batches import Batch, OutputLayout
@@ -468,7 +468,6 @@ def test_what_fails_is_replaced(name):
         assert la.modes.features is not FeatureMode.FORWARD
     if (name, "reverse by vmap") in UNSUPPORTED:
         assert la.modes.rows is RowMode.LOOP
-    assert Modes.from_dict(la.modes.to_dict()) == la.modes
     _, Js = dense.jacobians(case.model, case.x_test, case.params)
     assert_close(la.features(case.x_test)[1], Js @ la.basis.vectors)
 

@@ -116,7 +116,9 @@ def test_what_cannot_fit_is_refused_first():
         complement="prior",
         compute=ComputeOptions(memory_budget=20_000),
     )
-    with pytest.raises(InsufficientMemoryError, match="largest n_eigenvalues"):
+    with pytest.raises(
+        InsufficientMemoryError, match=r"keeps all.*n_eigenvalues='auto'"
+    ):
         exact.fit(case.loader())
 
 

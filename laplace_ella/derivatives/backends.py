@@ -237,20 +237,13 @@ def check_rows(mode: RowMode, fn: ModelFunction, batch: Batch, n_outputs: int) -
     two = batch.take(torch.tensor([0, batch.size - 1], device=fn.device))
     slope = torch.linspace(1, 2, n_outputs, device=fn.device, dtype=fn.dtype)
     combinations = torch.stack([slope, slope.flip(0) - 3 * slope])
-    layers = {
-        name.rpartition(".")[0]: type(module).__name__
-        for prefix, module in fn.model.named_modules()
-        for name, _ in module.named_parameters(prefix, recurse=False)
-    }
     try:
         _, rows = rows_by_backend(mode, fn, two, combinations.unsqueeze(1))
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
-        among = ", ".join(f"{kind} ({name!r})" for name, kind in layers.items())
-        raise _unsupported(
-            mode, f"one of the layers {among}", f"{type(error).__name__}: {error}"
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise _unsupported(mode, "one of the layers", cause) from error
     if not has_values(rows):
         return
     # Both rows from one forward pass: one per example rounds differently, and a unit
@@ -265,11 +258,9 @@ def check_rows(mode: RowMode, fn: ModelFunction, batch: Batch, n_outputs: int) -
         # Not the other way round: a NaN is different.
         if not ((a - e).norm(dim=1) <= tolerance * (e.norm(dim=1) + least)).all():
             owner = name.rpartition(".")[0]
-            raise _unsupported(
-                mode,
-                f"{layers[owner]} ({owner!r})",
-                f"the gradient of {name!r} differs from autograd's",
-            )
+            layer = f"{type(fn.model.get_submodule(owner)).__name__} ({owner!r})"
+            cause = f"the gradient of {name!r} differs from autograd's"
+            raise _unsupported(mode, layer, cause)
 
 
 def _unsupported(mode: RowMode, layer: str, cause: str) -> UnsupportedLayerError:

@@ -62,13 +62,6 @@ class Features:
     residual: torch.Tensor | None = None
     outputs: torch.Tensor | None = None
 
-    def is_finite(self) -> torch.Tensor:
-        """Return whether no number is NaN or infinite, without waiting for the
-        device."""
-        tensors = (self.f, self.phi, self.residual)
-        flags = [torch.isfinite(t).all() for t in tensors if t is not None]
-        return torch.stack(flags).all()
-
 
 # Which outputs
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -214,20 +213,14 @@ def clearer_error(
 
     `known` has the shapes of one example on which the model ran before.
     """
-    if isinstance(x, Mapping) and _takes_keywords(model, x, error):
-        return TypeError(
-            "The model was called with the whole mapping as its one argument and "
-            f"raised {type(error).__name__}: {error}. It seems to take the entries "
-            f"{sorted(map(str, x))} as keywords. Wrap it: a torch.nn.Module that "
-            "holds it as self.hf, whose forward(self, batch) returns "
-            "self.hf(**batch).logits (without the labels, if there are any)."
-        )
     if isinstance(x, Mapping) and isinstance(error, (TypeError, AttributeError)):
+        first = str(next(iter(x), "input_ids"))
         return TypeError(
             "The model was called with the whole mapping as its one argument and "
-            f"raised {type(error).__name__}: {error}. If it takes a tensor, wrap it: a "
-            "torch.nn.Module that holds it as self.net, whose forward(self, batch) "
-            f"returns self.net(batch[{str(next(iter(x), 'input_ids'))!r}])."
+            f"raised {type(error).__name__}: {error}. If it takes a tensor, or the "
+            f"entries {sorted(map(str, x))} as keywords, wrap it: a torch.nn.Module "
+            "that holds it as self.net, whose forward(self, batch) returns "
+            f"self.net(batch[{first!r}]) or self.net(**batch).logits."
         )
     tensors = tensors_of(x)
     whole = tuple(tuple(t.shape) for t in tensors)
@@ -244,14 +237,3 @@ def clearer_error(
             f"model raised {type(error).__name__}: {error}"
         )
     return None
-
-
-def _takes_keywords(model: nn.Module, x: Mapping[str, Any], error: Exception) -> bool:
-    """Return whether the model wants the entries of a mapping, not the mapping."""
-    if isinstance(error, AttributeError) and not str(error):  # of Hugging Face
-        return True
-    try:
-        parameters = inspect.signature(model.forward).parameters
-    except (TypeError, ValueError):
-        return False
-    return any(key in parameters for key in x)

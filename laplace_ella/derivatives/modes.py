@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -148,23 +147,7 @@ class Modes:
     >>> la.fit(DataLoader(data, batch_size=25))
     >>> la.modes.features.value in {"forward", "reverse"}
     True
-    >>> Modes.from_dict(la.modes.to_dict()) == la.modes
-    True
     """
 
     features: FeatureMode | None = None
     rows: RowMode | None = None
-
-    def to_dict(self) -> dict[str, str | None]:
-        """Return plain types, for checkpoints."""
-        both = {"features": self.features, "rows": self.rows}
-        return {name: mode and mode.value for name, mode in both.items()}
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, str | None]) -> Modes:
-        """Return the inverse of `to_dict`."""
-        features, rows = state["features"], state["rows"]
-        return cls(
-            None if features is None else FeatureMode(features),
-            None if rows is None else RowMode(rows),
-        )

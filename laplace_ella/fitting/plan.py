@@ -3,7 +3,6 @@ memory."""
 
 from __future__ import annotations
 
-import bisect
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,19 +11,12 @@ import numpy as np
 import torch
 
 from laplace_ella.derivatives.backends import Curvature
+from laplace_ella.errors import InsufficientMemoryError
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.span import Sketch
 from laplace_ella.support.checks import positive_int
 from laplace_ella.support.identity import digest
-from laplace_ella.support.memory import (
-    MemoryEstimate,
-    budget_of,
-    check_memory,
-    estimate_memory,
-    exact_memory,
-    sketch_sizes,
-    too_large_for_exact,
-)
+from laplace_ella.support.memory import MemoryEstimate, budget_of, human_bytes
 
 if TYPE_CHECKING:
     from laplace_ella.derivatives.linearizer import Linearizer
@@ -150,50 +142,42 @@ class FitPlan:
             return self.budget
         return budget_of(self.home, self.options.memory_budget)
 
-    def _pass_bytes(self, linearizer: Linearizer, rank: int, n_rows: int) -> int:
+    def estimate(
+        self, linearizer: Linearizer, n_pairs: int, exact: bool = False
+    ) -> MemoryEstimate:
+        """Return what a fit with gradients of at most `n_pairs` pairs would need, or
+        an `exact` one with those of all."""
+        n_samples = n_pairs if exact else min(self.subsample_size, n_pairs)
+        rank = n_pairs if exact else min(self.rank_limit, n_samples)
+        P, dtype, one_pass = linearizer.n_params, linearizer.dtype, 0
         # Passes are made where the model is; "cuda" without a number is the same.
-        if self.home.type != self.fn.device.type:
-            return 0
-        return linearizer.pass_bytes(rank, n_rows)
-
-    def estimate(self, linearizer: Linearizer, n_pairs: int) -> MemoryEstimate:
-        """Return what a fit with gradients of at most `n_pairs` pairs would need."""
-        n_samples = min(self.subsample_size, n_pairs)
-        rank, P = min(self.rank_limit, n_samples), linearizer.n_params
-        itemsize, basis_dtype = linearizer.dtype.itemsize, self.options.basis_dtype
-        one_pass = self._pass_bytes(linearizer, rank, n_samples)
-        span = 0
-        if self.keeps_span:
-            span = n_samples * Sketch.size_for(P, n_samples) * itemsize
-        for extra in (span, 0):
-            memory = estimate_memory(
-                P,
-                n_samples,
-                rank,
-                itemsize,
-                one_pass + extra,
-                self.available(),
-                None if basis_dtype is None else basis_dtype.itemsize,
-            )
+        if self.home.type == self.fn.device.type:
+            one_pass = linearizer.pass_bytes(min(rank, P), n_samples)
+        stays = rank * P * (self.options.basis_dtype or dtype).itemsize
+        basis, row = 0 if exact else stays, P * dtype.itemsize
+        memory = MemoryEstimate(basis, row, one_pass, self.available(), rank, n_samples)
+        if self.keeps_span and not exact:
+            span = n_samples * Sketch.size_for(P, n_samples) * dtype.itemsize
+            wider = replace(memory, pass_=one_pass + span)
             # A summary of the gradients does not tell their span: none beside it.
-            if memory.method != "streaming" or not extra:
-                break
+            return memory if wider.method == "streaming" else wider
         return memory
-
-    def estimate_exact(self, linearizer: Linearizer, n_pairs: int) -> MemoryEstimate:
-        """Return what a fit with the gradients of all pairs would need."""
-        P = linearizer.n_params
-        one_pass = self._pass_bytes(linearizer, min(n_pairs, P), n_pairs)
-        itemsize = linearizer.dtype.itemsize
-        return exact_memory(P, n_pairs, itemsize, one_pass, self.available())
 
     def buffer_sizes(self, linearizer: Linearizer, n_pairs: int) -> tuple[int, int]:
         """Return the rows that are gathered, and those that survive a full buffer;
         refuse a fit that cannot be within the budget."""
         memory = self.estimate(linearizer, n_pairs)
-        check_memory(memory, self.home)
+        if not memory.fits:
+            raise InsufficientMemoryError(
+                f"The fit needs at least {human_bytes(memory.needed)} on {self.home}, "
+                f"the budget is {human_bytes(memory.budget)}. Lower n_eigenvalues (the "
+                f"basis takes {human_bytes(memory.basis)}) or chunk_size (one pass "
+                f"takes {human_bytes(memory.pass_)}), freeze parameters, use "
+                "basis_dtype=torch.bfloat16 or basis_device='cpu', or raise "
+                "memory_budget."
+            )
         logger.info("basis: %s\n%s", memory.method, memory)
-        return sketch_sizes(memory, self.rank_limit)
+        return memory.buffer
 
     def takes_all(self, linearizer: Linearizer, n_pairs: int) -> bool:
         """Return whether all gradients are taken; raise where that was asked for and
@@ -203,14 +187,13 @@ class FitPlan:
             return False
         if asked == "auto" and n_pairs > AUTO_MAX_PAIRS:
             return False
-        memory = self.estimate_exact(linearizer, n_pairs)
-        if asked == "auto" or memory.fits:
-            return memory.fits
-
-        def too_many(rank: int) -> bool:
-            fewer = replace(self, n_eigenvalues=rank)
-            return not fewer.estimate(linearizer, n_pairs).fits
-
-        ranks = range(1, min(self.subsample_size, n_pairs) + 1)
-        largest = bisect.bisect_left(ranks, True, key=too_many)
-        raise too_large_for_exact(memory, linearizer.n_params, largest, self.home)
+        memory = self.estimate(linearizer, n_pairs, exact=True)
+        if asked == "exact" and not memory.fits:
+            raise InsufficientMemoryError(
+                f"n_eigenvalues='exact' keeps all {n_pairs} gradients of "
+                f"{linearizer.n_params} parameters, {human_bytes(memory.needed)} on "
+                f"{self.home}; the budget is {human_bytes(memory.budget)}. Use "
+                "n_eigenvalues='auto' or a number, fewer data, freeze parameters, or "
+                "raise memory_budget."
+            )
+        return memory.fits

@@ -244,7 +244,7 @@ def _in_double(
     if linearizer.dtype != torch.float64 and possible:
         double = linearizer.in_dtype(torch.float64)
         try:
-            if plan.estimate_exact(double, n_pairs).fits:
+            if plan.estimate(double, n_pairs, exact=True).fits:
                 return decide(double, x, rank)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             logger.info("derivatives stay in single precision: %s", error)

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from laplace_ella.errors import InsufficientMemoryError
-
 __all__ = [
     "MemoryEstimate",
     "budget_of",
-    "check_memory",
-    "estimate_memory",
-    "exact_memory",
     "free_bytes",
     "human_bytes",
     "parse_bytes",
-    "sketch_sizes",
-    "too_large_for_exact",
 ]
 
 #: Share of the free memory that is used if no budget is given.
@@ -93,62 +84,26 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":  # fake tensors take no memory
         available = torch.cuda.is_available()
         return torch.cuda.mem_get_info(device)[0] if available else None
-    limits = list(_cgroup_free())
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        machine = Path("/proc/meminfo").read_text()
+        own = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.M)
     except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            limits.append(int(line.split()[1]) * 1024)
-    if not limits and hasattr(os, "sysconf"):
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError):
-            return None
-    return min(limits, default=None)
-
-
-def _cgroup_free(of_process: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Yield what each limited control group of the process leaves, from its own up to
-    the root: any of them may have the limit."""
-    try:
-        lines = of_process.read_text().splitlines()
-    except OSError:
-        lines = []
-    groups = [("", "/")]  # in a container the root may be the limited one
-    groups += [tuple(line.split(":", 2)[1:]) for line in lines if line.count(":") >= 2]
-    seen = set()
-    for controllers, path in groups:
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = CGROUPS / "memory" if controllers else CGROUPS  # version 1, version 2
-        group = top / path.strip("/")
-        for folder in (group, *group.parents):
-            if folder in seen or top not in (folder, *folder.parents):
-                continue
-            seen.add(folder)
-            free = _free_in(folder, bool(controllers))
-            if free is not None:
-                yield free
-
-
-def _free_in(folder: Path, version_1: bool) -> int | None:
-    """Return what one control group leaves; None if it has no limit."""
-    files = ("memory.max", "memory.current")
-    if version_1:
-        files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    try:
-        limit, used = ((folder / name).read_text().strip() for name in files)
-        if limit == "max" or int(limit) >= UNLIMITED:
-            return None
-        statistics = (folder / "memory.stat").read_text()
-    except (OSError, ValueError):
         return None
-    # Pages of files that were read count as used, and are given up when needed.
-    match = re.search(r"^(?:total_)?inactive_file (\d+)$", statistics, re.MULTILINE)
-    files_kept = int(match[1]) if match else 0
-    return max(0, int(limit) - max(0, int(used) - files_kept))
+    free = [1024 * int(kb) for kb in re.findall(r"MemAvailable:\s+(\d+)", machine)]
+    group = CGROUPS / own[1] if own else CGROUPS
+    for folder in (group, *group.parents):
+        try:  # any group up to the root may have the limit
+            limit, used = (
+                int((folder / name).read_text())
+                for name in ("memory.max", "memory.current")
+            )
+            statistics = (folder / "memory.stat").read_text()
+        except (OSError, ValueError):  # "max": no limit
+            continue
+        # Pages of files that were read count as used, and are given up when needed.
+        kept = re.search(r"^inactive_file (\d+)$", statistics, re.M)
+        free.append(max(0, limit - used + (int(kept[1]) if kept else 0)))
+    return min(free, default=None)
 
 
 # What a fit needs
@@ -162,19 +117,15 @@ class MemoryEstimate:
     ----------
     basis : int
         the directions V, K·P numbers, which stay
-    rows : int
-        all M sampled gradients, and their Gram matrix
-    sketch : int
-        the smallest summary of them that still gives K directions
+    row : int
+        one of the sampled gradients
     pass_ : int
         gradients, tangents and activations of one differentiation; 0 if that is made
         on another device
     budget : int
         what may be used
-    capacity : int
-        rows that are kept in memory within the budget
-    n_samples : int
-        M
+    rank, n_samples : int
+        K and M
 
     Examples
     --------
@@ -191,12 +142,41 @@ class MemoryEstimate:
     """
 
     basis: int
-    rows: int
-    sketch: int
+    row: int
     pass_: int
     budget: int
-    capacity: int
+    rank: int
     n_samples: int
+
+    def _with_rows(self, n: int) -> int:
+        """Return all bytes with n gradients and the decomposition of their Gram
+        matrix; the directions of exact fits are computed in their place."""
+        return self.basis + n * self.row + GRAM_BYTES * n**2 + self.pass_
+
+    @property
+    def _least(self) -> int:
+        """Return the rows of the smallest summary that still gives K directions."""
+        return min(self.n_samples, self.rank + 5)
+
+    @property
+    def capacity(self) -> int:
+        """Return how many gradients are kept in memory within the budget."""
+        free = max(0, self.budget - self.basis - self.pass_)
+        # The most rows with their Gram matrix: a root of GRAM·m² + row·m = free.
+        root = math.isqrt(self.row**2 + 4 * GRAM_BYTES * free)
+        most = max(self._least, (root - self.row) // (2 * GRAM_BYTES))
+        if most >= self.n_samples:
+            return self.n_samples
+        # A larger buffer makes the sketch slower, not better.
+        return min(most, 2 * SKETCH_FACTOR * max(self.rank, 8))
+
+    @property
+    def buffer(self) -> tuple[int, int]:
+        """Return the size of the buffer of gradients, and the rows that it keeps."""
+        capacity, K = self.capacity, self.rank
+        if self.method != "streaming":
+            return self.n_samples + 1, self.n_samples
+        return capacity, min(SKETCH_FACTOR * K, max(K + 2, capacity // 2), capacity - 1)
 
     @property
     def method(self) -> str:
@@ -206,14 +186,12 @@ class MemoryEstimate:
     @property
     def needed(self) -> int:
         """Return the bytes of the leanest way."""
-        return self.basis + min(self.rows, self.sketch) + self.pass_
+        return self._with_rows(self._least)
 
     @property
     def total(self) -> int:
         """Return the bytes of the way that will be taken."""
-        kept, gram = min(self.capacity, self.n_samples), GRAM_BYTES * self.n_samples**2
-        row = (self.rows - gram) // max(1, self.n_samples)
-        return self.basis + _rows_bytes(kept, row) + self.pass_
+        return self._with_rows(self.capacity)
 
     @property
     def fits(self) -> bool:
@@ -223,94 +201,11 @@ class MemoryEstimate:
     def __str__(self) -> str:
         lines = {
             "basis V (stays)": self.basis,
-            f"all {self.n_samples} gradients": self.rows,
-            "least sketch of them": self.sketch,
+            f"all {self.n_samples} gradients": self.row * self.n_samples,
             "one pass": self.pass_,
+            "least that a fit needs": self.needed,
             "budget": self.budget,
             f"this fit ({self.method})": self.total,
         }
         width = max(map(len, lines))
         return "\n".join(f"{k:<{width}}  {human_bytes(v):>9}" for k, v in lines.items())
-
-
-def estimate_memory(
-    n_params: int,
-    n_samples: int,
-    rank: int,
-    itemsize: int,
-    pass_bytes: int,
-    budget: int,
-    basis_itemsize: int | None = None,
-) -> MemoryEstimate:
-    """Return the memory of a fit with M gradients of P numbers and K directions.
-
-    The directions are computed in the place of the rows, and stay in `basis_itemsize`
-    bytes per number.
-    """
-    row = n_params * itemsize
-    basis = rank * n_params * (basis_itemsize or itemsize)
-    least = min(n_samples, rank + 5)
-    free = max(0, budget - basis - pass_bytes)
-    # The most rows that fit with their Gram matrix: a root of GRAM·m² + row·m = free.
-    most = (math.isqrt(row**2 + 4 * GRAM_BYTES * free) - row) // (2 * GRAM_BYTES)
-    capacity = max(least, min(n_samples, most))
-    if capacity < n_samples:  # a larger buffer makes the sketch slower, not better
-        capacity = min(capacity, 2 * SKETCH_FACTOR * max(rank, 8))
-    return MemoryEstimate(
-        basis=basis,
-        rows=_rows_bytes(n_samples, row),
-        sketch=_rows_bytes(least, row),
-        pass_=pass_bytes,
-        budget=budget,
-        capacity=capacity,
-        n_samples=n_samples,
-    )
-
-
-def exact_memory(
-    n_params: int, n_pairs: int, itemsize: int, pass_bytes: int, budget: int
-) -> MemoryEstimate:
-    """Return the memory of a fit with the gradients of all pairs, in whose place are
-    their directions."""
-    rows = _rows_bytes(n_pairs, n_params * itemsize)
-    return MemoryEstimate(0, rows, rows, pass_bytes, budget, n_pairs, n_pairs)
-
-
-def sketch_sizes(memory: MemoryEstimate, rank: int) -> tuple[int, int]:
-    """Return the capacity of the buffer of gradients, and the rows that it keeps."""
-    if memory.method != "streaming":
-        return memory.n_samples + 1, memory.n_samples
-    capacity = memory.capacity
-    keep = min(SKETCH_FACTOR * rank, max(rank + 2, capacity // 2), capacity - 1)
-    return capacity, keep
-
-
-def _rows_bytes(n_rows: int, row: int) -> int:
-    """Return bytes of so many gradients and of the decomposition of their Gram
-    matrix."""
-    return n_rows * row + GRAM_BYTES * n_rows**2
-
-
-def check_memory(memory: MemoryEstimate, device: torch.device) -> None:
-    """Refuse work that cannot fit, before anything is computed."""
-    if not memory.fits:
-        raise InsufficientMemoryError(
-            f"The fit needs at least {human_bytes(memory.needed)} on {device}, the "
-            f"budget is {human_bytes(memory.budget)}. Lower n_eigenvalues (the basis "
-            f"takes {human_bytes(memory.basis)}) or chunk_size (one pass takes "
-            f"{human_bytes(memory.pass_)}), freeze parameters, use basis_dtype="
-            "torch.bfloat16 or basis_device='cpu', or raise memory_budget."
-        )
-
-
-def too_large_for_exact(
-    memory: MemoryEstimate, n_params: int, largest: int, device: torch.device
-) -> InsufficientMemoryError:
-    """Return the refusal of an exact fit, which names the largest number of directions
-    that fits."""
-    return InsufficientMemoryError(
-        f"n_eigenvalues='exact' keeps all {memory.n_samples} gradients of {n_params} "
-        f"parameters, {human_bytes(memory.needed)} on {device}; the budget is "
-        f"{human_bytes(memory.budget)}. The largest n_eigenvalues that fits is "
-        f"{largest}; or use fewer data, freeze parameters, or raise memory_budget."
-    )
