@@ -279,10 +279,10 @@ class Wrapped(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.hf = Keywords()
+        self.net = Keywords()
 
     def forward(self, batch):
-        return self.hf(**batch)
+        return self.net(**batch)
 
 
 GRAPHS = SimpleNamespace(num_graphs=3, to_data_list=list, x=torch.ones(9, 2))
@@ -295,7 +295,7 @@ WRONG = {
     "keywords": (
         Keywords(),
         {"input_ids": torch.ones(4, 3), "attention_mask": torch.ones(4, 3)},
-        r"self\.hf\(\*\*batch\)\.logits",
+        r"self\.net\(\*\*batch\)\.logits",
     ),
     "statistics of the batch": (
         nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False)),
