@@ -224,11 +224,13 @@ def test_approximation_error(run):
 
 def test_benchmark(run):
     """One line of both sides, each in a process of its own."""
-    text = run("benchmark", "--only", "predictions", "loading", "exact")
+    sections = "predictions", "loading", "exact", "classification"
+    text = run("benchmark", "--only", *sections)
     assert "failed" not in "".join(text.values())
     assert text["predictions.md"].count("×") == 2
     assert "ImageNet sample" in text["loading.md"]
     assert "| full |" in text["exact.md"]
+    assert "| full |" in text["classification.md"]
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,16 @@ from typing import Any
 
 import torch
 from common import runs
-from common.data import cifar10, imagenet_sample, read_images
+from common.data import cifar10, imagenet_sample, mnist, read_images
 from common.models import cifar_resnet, mlp
 from laplace import Laplace
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import laplace_ella
+from laplace_ella.posterior.observation import class_probabilities
+from laplace_ella.posterior.predictive import features_for
 
 Row = dict[str, Any]
 
@@ -248,8 +251,49 @@ def exact(args: Any, p: Row) -> Row:
     return {"P": sum(q.numel() for q in model.parameters()), **found}
 
 
+#: Structures of classification whose predictions are compared with exact ones.
+CLASSIFIERS = {
+    **{name: EXACT[name] for name in ("exact (ours)", "full")},
+    "kron": {"hessian_structure": "kron"},
+    "K = 20 (ours)": {"hessian_structure": "nystrom", "n_eigenvalues": 20},
+}
+
+
+def classify(args: Any, p: Row) -> Row:
+    """Predictions of small MNIST images by ten-class posteriors, and the largest
+    difference that leaving out directions makes to exact ones."""
+    torch.manual_seed(0)
+    images = mnist(args.data_root, "train")
+    n, n_test = p["N"], p["inputs"]
+    x = F.avg_pool2d(images.x[: n + n_test], 4).flatten(1)
+    y, model = images.y[:n], mlp(x.shape[1], 10, p["width"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=5e-4)
+    for _ in range(300):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[:n]), y).backward()
+        optimizer.step()
+    la = Laplace(model.eval(), "classification", "all", **CLASSIFIERS[p["method"]])
+    found = {"fit": seconds_of(lambda: la.fit(loader(x[:n], y, 100)))}
+    found["first"] = seconds_of(lambda: la(x[:1]))  # factorises the posterior
+    parts = x[n:].split(100)
+    found["predict"] = seconds_of(lambda: deque(map(la, parts), 0)) / n_test * 1000
+    row = {"P": sum(q.numel() for q in model.parameters()), **found}
+    if p["method"] != "exact (ours)":
+        return row
+    few, difference = la.posterior.for_predictions, 0.0
+    for part in parts:
+        both = []
+        for known in (few, la.posterior):
+            at = features_for(known, la.linearizer, part)
+            values = known.function_values(at.f, at.phi, at.residual)
+            both.append(class_probabilities(values, "probit"))
+        difference = max(difference, float((both[0] - both[1]).abs().max()))
+    directions = f"{few.rank} of {la.rank}"
+    return {**row, "directions": directions, "difference": difference}
+
+
 TASKS = {f.__name__: f for f in (gradient, basis, predict, grid_search, fit, loading)}
-TASKS["exact"] = exact
+TASKS |= {f.__name__: f for f in (exact, classify)}
 
 
 # One process per measurement
@@ -409,6 +453,21 @@ def exact_mode(bench: Bench, small: bool) -> str:
     return runs.markdown(rows, ".3g")
 
 
+def classification(bench: Bench, small: bool) -> str:
+    """Exact Laplace of ten classes: a fit, the first prediction, and 1,000 predictions.
+
+    `difference` is the largest of a probability to that with all directions."""
+    p = {"N": 20, "width": 8, "inputs": 20} if small else {"N": 240, "width": 32}
+    p = {"inputs": 1000, **p}
+    methods = list(CLASSIFIERS)[: 2 if small else None]
+    rows = [{"method": m, **bench("classify", method=m, **p)} for m in methods]
+    of_full = next((r.get("predict") for r in rows if r["method"] == "full"), None)
+    for row in rows:
+        if of_full and "predict" in row:
+            row["relative to full"] = row["predict"] / of_full
+    return runs.markdown(rows, ".3g")
+
+
 SECTIONS = {
     "gradients": gradients,
     "predictions": predictions,
@@ -416,6 +475,7 @@ SECTIONS = {
     "memory": memory,
     "loading": loading_passes,
     "exact": exact_mode,
+    "classification": classification,
 }
 
 
