@@ -18,7 +18,7 @@ from laplace_ella.fitting.distributed import Processes, joined, processes_of
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.settings import EllaSettings
 from laplace_ella.support.checks import positive_int
-from laplace_ella.support.identity import digest
+from laplace_ella.support.identity import model_identity, same_model
 from laplace_ella.support.preserve import undisturbed
 
 if TYPE_CHECKING:
@@ -76,19 +76,16 @@ class EllaBase(EllaSettings):
             yield processes
 
     def _check_models(self, processes: Processes) -> None:
-        tensors = unwrap(self.model).state_dict(keep_vars=True)
-        own = {k: digest(t) for k, t in tensors.items() if torch.is_tensor(t)}
-        found = processes.meet("weights", own)
-        for rank, other in enumerate(found):
-            differ = [
-                k for k in {**found[0], **other} if other.get(k) != found[0].get(k)
-            ]
-            if differ:
+        own = model_identity(unwrap(self.model), None)
+        models = processes.meet("weights", own)
+        for rank, other in enumerate(models):
+            if found := same_model(models[0], other):
                 raise ValueError(
-                    f"The model of rank {rank} is not that of rank 0: {differ[:3]} "
-                    "differ. Load the same weights in all processes. After training "
-                    "with DistributedDataParallel the running statistics of batch "
-                    "normalisation differ: for b in model.buffers(): "
+                    f"The model of rank {rank} is not that of rank 0: "
+                    f"{'; '.join(found)}. Load the same weights in all processes. "
+                    "After training with DistributedDataParallel the running "
+                    "statistics of batch normalisation differ: for b in "
+                    "model.buffers(): "
                     "torch.distributed.broadcast(b, 0)."
                 )
 

@@ -24,8 +24,6 @@ from laplace_ella.fitting.fit import add_up
 from laplace_ella.fitting.plan import FitPlan
 from laplace_ella.fitting.sampling import first_look, sample_basis
 from laplace_ella.hyperparameters import TunableLaplace
-from laplace_ella.posterior.complement import Complement
-from laplace_ella.posterior.fit import TrainingRows
 from laplace_ella.posterior.observation import Family, Link
 from laplace_ella.support.identity import digest
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from laplace_ella.fitting.distributed import Processes
     from laplace_ella.posterior.fit import Fit
     from laplace_ella.support.memory import MemoryEstimate
-    from laplace_ella.tuning.cache import FeatureCache
 
 __all__ = ["ELLALaplace"]
 
@@ -257,8 +254,8 @@ or None, default=None
     ) -> None:
         """Sample the directions, and no data yet.
 
-        The posterior is the prior on them; `fit(..., override=False)` or
-        `fit_features` adds data. The parameters are those of `fit`.
+        The posterior is the prior on them; `fit(..., override=False)`
+        adds data. The parameters are those of `fit`.
         """
         given = {"balanced": balanced, "max_data": max_data}
         with self._working("fit_basis()", **given) as processes:
@@ -268,35 +265,6 @@ or None, default=None
             fit, _ = sample_basis(plan)
         if fit.training is not None:
             fit = replace(fit, training=fit.training.first(0))
-        self._adopt(fit)
-
-    def fit_features(self, cache: FeatureCache, override: bool = True) -> None:
-        """Add up the curvature of cached features, which `fit` would compute.
-
-        Parameters
-        ----------
-        cache : FeatureCache
-            of the training data, made with this basis: after `fit_basis` for example
-        override : bool, default=True
-            False adds to the data that are there
-        """
-        start = self._checked_fit()
-        if self._layout.value != "flat":
-            raise ValueError(
-                "fit_features is for outputs (B, C): a cache does not say which "
-                f"positions belong to one example, got output_layout="
-                f"{self._layout.value!r}. Use fit(train_loader, override=False)."
-            )
-        plain = self._posterior_of(start).with_(complement=Complement.DROP)
-        cache = cache.serving(plain).top(None).to(self._device)
-        each = (cache.f_mu, cache.phi, cache.targets)
-        rows = TrainingRows(*(part.unsqueeze(1) for part in each))
-        if override:
-            start = replace(start, sums=start.sums.cleared())
-        generator = self._fresh_generator() if self.stochastic else None
-        with torch.no_grad():
-            plan, done = self._plan([]), Progress(start.sums)
-            fit = add_up(plan, start, done, rows, generator=generator)
         self._adopt(fit)
 
     def _plan(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
@@ -32,36 +31,7 @@ class UnsupportedLayerError(RuntimeError):
 
 
 class NotDifferentiableError(RuntimeError):
-    """The model cannot be differentiated; the message lists what each way raised.
-
-    Parameters
-    ----------
-    failures : mapping of str to Exception
-        what each way of differentiating raised, by its name
-    """
-
-    def __init__(self, failures: Mapping[str, Exception]) -> None:
-        self.failures = dict(failures)
-        super().__init__(
-            f"The model could not be differentiated. {self.reasons}. Options: another "
-            "feature_mode (forward, reverse, double_vjp) or row_mode (vmap, loop), "
-            "freezing the layers with the unsupported operator "
-            "(requires_grad_(False)), or subset_of_weights='last_layer'."
-        )
-
-    @property
-    def reasons(self) -> str:
-        """Return the first line of every failure."""
-        reasons = []
-        for name, error in self.failures.items():
-            nested = isinstance(error, NotDifferentiableError)
-            line = next(iter(str(error).strip().splitlines()), "")
-            line = error.reasons if nested else f"{type(error).__name__}: {line}"
-            reasons.append(f"{name}: {line}")
-        return "; ".join(reasons)
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, Exception]]]:
-        return type(self), (self.failures,)
+    """The model cannot be differentiated; the message lists what each way raised."""
 
 
 class InsufficientMemoryError(MemoryError):

@@ -17,7 +17,7 @@ from laplace_ella.fitting.data import check_loader, loader_batches
 from laplace_ella.support.batches import batch_size, take
 
 if TYPE_CHECKING:
-    from laplace_ella.support.memory import MemoryEstimate
+    from laplace_ella.fitting.plan import FitPlan
 
 __all__ = ["ELLALLLaplace"]
 
@@ -129,20 +129,9 @@ class ELLALLLaplace(ELLALaplace):
             extractor.find_last_layer(x)
         self._set_last_layer(extractor._last_layer_name)
 
-    def fit(self, train_loader: Any, *args: Any, **kwargs: Any) -> None:
-        """Find the last layer, and fit as `ELLALaplace.fit` does."""
+    def _plan(self, train_loader: Any, *args: Any, **kwargs: Any) -> FitPlan:
         self._find_last_layer(train_loader)
-        super().fit(train_loader, *args, **kwargs)
-
-    def fit_basis(self, train_loader: Any, *args: Any, **kwargs: Any) -> None:
-        """Find the last layer, and sample as `ELLALaplace.fit_basis` does."""
-        self._find_last_layer(train_loader)
-        super().fit_basis(train_loader, *args, **kwargs)
-
-    def estimate_memory(self, train_loader: Any) -> MemoryEstimate:
-        """Find the last layer, and estimate as `ELLALaplace.estimate_memory` does."""
-        self._find_last_layer(train_loader)
-        return super().estimate_memory(train_loader)
+        return super()._plan(train_loader, *args, **kwargs)
 
     def _hyperparameters(self) -> dict[str, Any]:
         return {"last_layer_name": self.last_layer_name, **super()._hyperparameters()}

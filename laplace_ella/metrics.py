@@ -38,15 +38,6 @@ class ReliabilityCurve:
     count: list[int]
 
 
-@dataclass(frozen=True)
-class ConfidenceCurve:
-    """Error rate and share of the predictions on one side of each threshold."""
-
-    threshold: list[float]
-    error: list[float]
-    fraction: list[float]
-
-
 # --- classification: probs (N, C), targets (N,) ------------------------------------
 
 
@@ -145,39 +136,6 @@ def entropy(probs: torch.Tensor) -> torch.Tensor:
 def binary_entropy(probs: torch.Tensor) -> torch.Tensor:
     """Return the entropy in nats of each label with probability p, elementwise."""
     return torch.special.entr(probs) + torch.special.entr(1 - probs)
-
-
-def error_versus_confidence(
-    probs: torch.Tensor,
-    targets: torch.Tensor,
-    ood_probs: torch.Tensor | None = None,
-    thresholds: Sequence[float] | None = None,
-    side: str = "below",
-) -> ConfidenceCurve:
-    """Return the error rate against a threshold τ on the confidence max_c p_c.
-
-    Each of `ood_probs` `(N', C)`, predictions on out-of-distribution data, counts as an
-    error (Deng et al. 2022, Fig. 4a). `side="below"` takes predictions with confidence
-    ≤ τ, as in the paper, `"above"` those ≥ τ. Thresholds are 0, 0.02, …, 1 by default;
-    those without any prediction on their side are left out.
-    """
-    probs, targets = _observed(probs, targets)
-    if side not in ("below", "above"):
-        raise ValueError(f"side must be 'below' or 'above', got {side!r}.")
-    confidence, predicted = probs.double().max(-1)
-    wrong = (predicted != targets).double()
-    if ood_probs is not None:
-        _check_probabilities("ood_probs", ood_probs)
-        confidence = torch.cat([confidence, ood_probs.double().max(-1).values])
-        wrong = torch.cat([wrong, wrong.new_ones(len(ood_probs))])
-    curve = ConfidenceCurve([], [], [])
-    for tau in [i / 50 for i in range(51)] if thresholds is None else thresholds:
-        chosen = confidence <= tau if side == "below" else confidence >= tau
-        if chosen.any():
-            curve.threshold.append(float(tau))
-            curve.error.append(float(wrong[chosen].mean()))
-            curve.fraction.append(float(chosen.double().mean()))
-    return curve
 
 
 def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:

@@ -21,7 +21,6 @@ __all__ = [
     "plot_cost_quality",
     "plot_coverage",
     "plot_differences",
-    "plot_error_versus_confidence",
     "plot_regression",
     "plot_reliability",
 ]
@@ -170,38 +169,6 @@ def plot_reliability(
     ax.annotate("overconfident", (0.02, 0.03), **grey)
     ax.annotate("underconfident", (0.02, 0.97), va="top", **grey)
     return _labelled(ax, "confidence", "accuracy − confidence")
-
-
-def plot_error_versus_confidence(
-    curves: Any,
-    ax: Axes | None = None,
-    *,
-    link: str | None = None,
-    ood: str | None = None,
-    side: str = "below",
-) -> Axes:
-    """Draw the error rate against a confidence threshold (Deng et al. 2022, Fig. 4a).
-
-    `curves` are `ConfidenceCurve`s or their dicts by label, or a report, of which
-    `link` picks one link and `ood` the out-of-distribution set whose predictions all
-    count as errors. Predictions have confidence ≤ τ (`side="below"`, the paper's) or
-    ≥ τ (`"above"`).
-
-    >>> from laplace_ella import metrics
-    >>> probs, targets = torch.rand(50, 2).softmax(-1), torch.randint(2, (50,))
-    >>> curve = metrics.error_versus_confidence(probs, targets)
-    >>> ax = plot_error_versus_confidence({"network": curve})
-    >>> ax.get_xlabel()
-    'confidence threshold τ'
-    """
-    ax = _axes(ax)
-    name = f"error_{side}" + (f":{ood}" if ood else "")
-    for i, (label, curve) in enumerate(_curves(curves, name, link).items()):
-        look = line_style(i, every=(i, 8))
-        ax.plot(curve["threshold"], curve["error"], label=label, **look)
-    ax.set_xlim(0.0, 1.0)
-    sign = "≤" if side == "below" else "≥"
-    return _labelled(ax, "confidence threshold τ", f"error rate at confidence {sign} τ")
 
 
 def plot_coverage(curves: Any, ax: Axes | None = None) -> Axes:

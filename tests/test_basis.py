@@ -183,8 +183,6 @@ def test_streamed_basis_is_close_to_the_exact_one():
     assert_close(streamed.eigenvalues, exact.eigenvalues, rtol=1e-2)
     assert angle(streamed.vectors, exact.vectors) < 5
     assert streamed.trace == pytest.approx(exact.trace, rel=1e-12)
-    with pytest.raises(ValueError, match="summary of 400 gradients"):
-        exact_basis(buffer_of(J, capacity=80, keep=40))
 
 
 def test_rows_that_just_fit_are_all_kept():
@@ -192,8 +190,6 @@ def test_rows_that_just_fit_are_all_kept():
     buffer = buffer_of(J, capacity=20, keep=10)
     assert not buffer.compressed
     assert torch.equal(buffer.rows, J)
-    with pytest.raises(ValueError, match="capacity=5 must exceed keep=5"):
-        RowBuffer((3,), 5, 5, torch.float32, torch.device("cpu"))
 
 
 class Largest(TorchDispatchMode):

@@ -199,8 +199,8 @@ def test_map_and_temperature_scaling(classes):
         scores = map(metrics.entropy, (p, p_far))
         expected = {**classes.scores(p), "auroc:far": metrics.ood_auroc(*scores)}
         assert row.metrics == pytest.approx(expected, abs=1e-6)
-    curve = metrics.error_versus_confidence(f.softmax(-1), classes.test[1])
-    assert network.curves["error_below"]["error"] == pytest.approx(curve.error)
+    curve = metrics.reliability_curve(f.softmax(-1), classes.test[1])
+    assert network.curves["reliability"]["count"] == curve.count
 
 
 def test_early_stopping_and_tempering(classes):

@@ -242,7 +242,7 @@ def test_before_the_data_the_prior_holds():
     with torch.inference_mode():
         la.log_marginal_likelihood()
         assert_close(la(case.x_test)[1].clone(), Js @ Js.mT / 2.0)
-    la.fit_features(FeatureCache.from_loader(la, case.loader()))
+    la.fit(case.loader(), override=False)
     la.optimize_prior_precision(n_steps=2)
 
 

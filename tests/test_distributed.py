@@ -326,7 +326,7 @@ def test_one_failing_process_stops_both(group, name, cause):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("weights", "The model of rank 1 is not that of rank 0: ['0.weight'"),
+        ("weights", "The model of rank 1 is not that of rank 0: 0"),
         ("seed", "seed differs between the processes: rank 0 has 1234, rank 1 has 2"),
         ("argument", "max_data differs between the processes: rank 0 has 5, rank 1"),
         ("validation", "the validation differs between the processes"),

@@ -210,11 +210,6 @@ def test_more_data_for_an_exact_fit(name):
     la.fit_basis(first.loader())
     la.fit(second.loader(), override=False)
     assert la.n_data == len(second.x)
-    la.fit(first.loader())
-    la.fit_features(la.cache_features(first.loader()))
-    with pytest.raises(ValueError, match=r"override=False of an exact fit extends"):
-        la.fit(second.loader(), override=False)
-    assert la.n_data == 5
 
 
 class Endless(Sampler):
@@ -520,8 +515,7 @@ def test_augmented_validation():
 
 @both
 def test_override_adds(name):
-    """H, loss and n_data are sums over all data, on the first basis; a part of the
-    features from a cache is the same."""
+    """H, loss and n_data are sums over all data, on the first basis."""
     case = problem(name)
     la = fit(case)
     H, loss = la.H.clone(), la.loss.clone()
@@ -532,19 +526,14 @@ def test_override_adds(name):
     assert_close(la.loss, loss + more.loss)
     la.fit_basis(case.loader())
     assert (la.n_data, float(la.H.abs().max())) == (0, 0.0)
-    la.fit_features(la.cache_features(case.loader()))
+    la.fit(case.loader(), override=False)
     assert_close(la.H, H)
     assert_close(la.loss, loss)
 
 
-def test_stochastic_curvature_of_features_and_loaders():
-    """Both draw the same targets; their mean is the curvature."""
+def test_stochastic_curvature():
+    """The mean over sampled targets is the curvature."""
     case = problem(CLASSIFICATION)
-    la = build(case, n_eigenvalues=4, stochastic=2)
-    la.fit(case.loader())
-    H = la.H.clone()
-    la.fit_features(la.cache_features(case.loader()))
-    assert la.H.shape == H.shape
     many = build(case, n_eigenvalues=4, stochastic=3000)
     many.fit(case.loader())
     exact = fit(case, n_eigenvalues=4).H

@@ -108,31 +108,6 @@ def test_entropies_keep_the_dtype_and_are_differentiable(dtype):
     assert labels.tolist()[0] == pytest.approx([float(value.detach())] * 2)
 
 
-@pytest.mark.parametrize(
-    ("side", "tau", "error", "fraction"),
-    [
-        # confidences 0.7, 0.8, 0.5 (wrong), 0.5; the OOD ones 0.6 and 0.9 are wrong
-        ("below", 0.5, 1 / 2, 2 / 6),
-        ("below", 0.65, 2 / 3, 3 / 6),
-        ("below", 1.0, 3 / 6, 1.0),
-        ("above", 0.0, 3 / 6, 1.0),
-        ("above", 0.75, 1 / 2, 2 / 6),
-        ("above", 0.85, 1.0, 1 / 6),
-    ],
-)
-def test_error_versus_confidence_by_hand(side, tau, error, fraction):
-    ood = torch.tensor([[0.6, 0.3, 0.1], [0.05, 0.05, 0.9]])
-    curve = metrics.error_versus_confidence(PROBS, TARGETS, ood, [tau], side)
-    assert curve.error == pytest.approx([error])
-    assert curve.fraction == pytest.approx([fraction])
-
-
-def test_error_versus_confidence_leaves_out_empty_thresholds():
-    curve = metrics.error_versus_confidence(PROBS, TARGETS, thresholds=[0.1, 0.9])
-    assert curve.threshold == [0.9]
-    assert len(metrics.error_versus_confidence(PROBS, TARGETS).threshold) == 26
-
-
 def test_ood_auroc():
     # Pairs (in, ood): 4 in all; ood above in 2 of them, one tie counts half.
     value = metrics.ood_auroc(torch.tensor([0.1, 0.5]), torch.tensor([0.5, 0.3]))
@@ -219,7 +194,6 @@ OF_CLASSES = [
     metrics.ece,
     metrics.brier,
     metrics.reliability_curve,
-    metrics.error_versus_confidence,
     metrics.classification_metrics,
 ]
 
@@ -240,7 +214,7 @@ def test_bad_predictions_and_classes_are_refused(metric):
         metric(PROBS[:0], TARGETS[:0])
 
 
-def test_bad_labels_and_thresholds_are_refused():
+def test_bad_labels_and_scores_are_refused():
     with pytest.raises(ValueError, match="targets must be probabilities"):
         metrics.nll(PROBS, PROBS * math.nan)
     for bad in (PROBS * math.nan, PROBS + 1):
@@ -248,10 +222,6 @@ def test_bad_labels_and_thresholds_are_refused():
             metrics.bernoulli_nll_per_example(bad, PROBS)
         with pytest.raises(ValueError, match="targets must be probabilities between 0"):
             metrics.bernoulli_nll_per_example(PROBS, bad)
-    with pytest.raises(ValueError, match="side"):
-        metrics.error_versus_confidence(PROBS, TARGETS, side="left")
-    with pytest.raises(ValueError, match="ood_probs must be"):
-        metrics.error_versus_confidence(PROBS, TARGETS, BAD_PROBS["NaN"])
     with pytest.raises(ValueError, match="score_in must be finite"):
         metrics.ood_auroc(torch.tensor([math.nan]), torch.ones(2))
 

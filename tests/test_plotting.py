@@ -17,7 +17,6 @@ matplotlib.use("Agg")
 plt = pytest.importorskip("matplotlib.pyplot")
 
 BINS = {"confidence": [0.6, 0.9], "accuracy": [0.5, 0.95], "count": [3, 7]}
-ERROR = {"threshold": [0.0, 0.5], "error": [0.2, 0.1], "fraction": [1.0, 0.5]}
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +36,7 @@ class Report:
     """Curves and rows, by the names that those of `compare` have."""
 
     def curves(self, name, link=None):
-        found = {"reliability": BINS, "error_below": ERROR, "error_above:SVHN": ERROR}
+        found = {"reliability": BINS}
         if name not in found:
             return {}
         links = [k for k in ("mc", "probit") if link in (None, k)]
@@ -94,18 +93,6 @@ def test_reliability_shows_the_gap(ax):
     curve = metrics.reliability_curve(probs, torch.tensor([0, 0]))
     one = plotting.plot_reliability({"mine": curve})
     np.testing.assert_allclose(line(one, "mine").get_ydata(), [-0.7, 0.2], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("side", "ood", "sign"), [("below", None, "≤"), ("above", "SVHN", "≥")]
-)
-def test_error_versus_confidence(ax, side, ood, sign):
-    plotting.plot_error_versus_confidence(Report(), ax, side=side, ood=ood)
-    assert labels(ax) == ["map", "ella (mc)", "ella (probit)"]
-    assert sign in ax.get_ylabel()
-    np.testing.assert_allclose(line(ax, "map").get_ydata(), [0.2, 0.1])
-    with pytest.raises(ValueError, match="no curve 'error_below:CIFAR'"):
-        plotting.plot_error_versus_confidence(Report(), ax, ood="CIFAR")
 
 
 def test_coverage_and_differences(ax):

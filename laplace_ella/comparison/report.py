@@ -234,8 +234,7 @@ class Report:
     def curves(self, name: str, link: str | None = None) -> dict[str, Any]:
         """Return curves of the first seed, by a label of method and link.
 
-        Names are 'reliability', 'coverage', 'error_below' and 'error_above', the latter
-        two also with ':<OOD set>' appended. `link` picks one link, and methods that
+        Names are 'reliability' and 'coverage'. `link` picks one link, and methods that
         have none.
         """
         found: dict[str, Any] = {}

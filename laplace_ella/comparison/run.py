@@ -180,15 +180,12 @@ def scored(task: Task, fitted: Fitted, test: Predictions, row: Result) -> Result
         values, y = values[y != metrics.IGNORED], y[y != metrics.IGNORED]
         scores = metrics.classification_metrics(values, y)
         replicates = bootstrap.classification_replicates(values, y)
-        curve = metrics.reliability_curve(values, y)
-        curves = {"reliability": asdict(curve), **error_curves(values, y)}
+        curves = {"reliability": asdict(metrics.reliability_curve(values, y))}
     for name, loader in task.ood.items():
         far = predict(task, fitted, loader, row.seed)
         scores[f"auroc:{name}"] = metrics.ood_auroc(test.entropy(), far.entropy())
         draws = bootstrap.auroc_replicates(test.entropy(), far.entropy())
         replicates[f"auroc:{name}"] = draws
-        if not task.is_regression:
-            curves |= error_curves(values, y, far.values, f":{name}")
     seconds = (fitted.fit_s, fitted.tune_s, test.seconds)
     return replace(
         row,
@@ -199,17 +196,6 @@ def scored(task: Task, fitted: Fitted, test: Predictions, row: Result) -> Result
         replicates={k: [float(f"{v:.6g}") for v in r] for k, r in replicates.items()},
         left_out=fitted.left_out,
     )
-
-
-def error_curves(
-    probs: torch.Tensor, y: torch.Tensor, far: Any = None, suffix: str = ""
-) -> dict[str, Any]:
-    """Return the curves of Deng et al. 2022, Fig. 4, by name."""
-    found = {}
-    for side in ("below", "above"):
-        curve = metrics.error_versus_confidence(probs, y, far, side=side)
-        found[f"error_{side}{suffix}"] = asdict(curve)
-    return found
 
 
 def divergence(

@@ -130,7 +130,21 @@ def resolve(
             f"asdl_fisher_kwargs={dict(asdl_fisher_kwargs)} are for ASDL's Fisher, "
             "which ELLA does not use. Leave them out."
         )
-    stochastic = _stochastic(kwargs, stochastic)
+    given = kwargs.pop("stochastic", None)
+    if kwargs:
+        raise ValueError(
+            "backend_kwargs may only have 'stochastic', got "
+            f"{sorted(kwargs)} as well. Everything else is an argument of the "
+            "posterior itself."
+        )
+    # A number of samples says more than True.
+    if stochastic and given not in (None, True, stochastic):
+        raise ValueError(
+            f"backend_kwargs has stochastic={given!r}, the posterior stochastic="
+            f"{stochastic!r}. Leave one of them out."
+        )
+    if given is not None and not stochastic:
+        stochastic = given
     if stochastic and kind is Curvature.EMPIRICAL_FISHER:
         raise ValueError(
             f"stochastic={stochastic!r} samples targets from the model, backend={name} "
@@ -160,27 +174,6 @@ def _meaning(backend: Any) -> tuple[RowMode, Curvature]:
             f"the GGN. Use backend={ours if ours in BACKENDS else accepted}."
         )
     raise ValueError(f"backend must be {accepted}, got {backend.__name__}.")
-
-
-def _stochastic(kwargs: dict[str, Any], stochastic: bool | int) -> bool | int:
-    """Return `stochastic`, which GGN backends take as an argument of their own."""
-    asked = kwargs.pop("stochastic", None)
-    if kwargs:
-        raise ValueError(
-            "backend_kwargs may only have 'stochastic', got "
-            f"{sorted(kwargs)} as well. Everything else is an argument of the "
-            "posterior itself."
-        )
-    if asked is None:
-        return stochastic
-    if not stochastic:
-        return asked
-    if asked is True or asked == stochastic:  # a number of samples says more
-        return stochastic
-    raise ValueError(
-        f"backend_kwargs has stochastic={asked!r}, the posterior stochastic="
-        f"{stochastic!r}. Leave one of them out."
-    )
 
 
 # Rows

@@ -74,13 +74,9 @@ def linearize(
         raise
     except Exception as error:
         better = clearer_error(fn.model, one.inputs, error, ())
-        if better is None and (batch.size or isinstance(error, TypeError)):
+        if better is None:
             raise
-        raise better or ValueError(  # many layers refuse an empty batch
-            "The shape of the outputs of an empty batch is not known: the model cannot "
-            f"run on it ({type(error).__name__}: {error}), and it has not seen an "
-            "example yet. Call it with at least one example first."
-        ) from error
+        raise better from error
     return Linearizer(
         fn,
         layout,
@@ -174,7 +170,14 @@ def fastest(
         except Exception as error:  # whatever an unsupported operator raises
             failures[way.value] = error
     if not seconds:
-        raise NotDifferentiableError(failures) from next(iter(failures.values()))
+        said = [f"{way}: {type(e).__name__}: {e}" for way, e in failures.items()]
+        lines = "; ".join(text.strip().splitlines()[0] for text in said)
+        raise NotDifferentiableError(
+            f"The model could not be differentiated. {lines}. Options: another "
+            "feature_mode (forward, reverse, double_vjp) or row_mode (vmap, loop), "
+            "freezing the layers with the unsupported operator "
+            "(requires_grad_(False)), or subset_of_weights='last_layer'."
+        ) from next(iter(failures.values()))
     return min(seconds, key=lambda way: seconds[way])
 
 

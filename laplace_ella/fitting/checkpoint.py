@@ -189,12 +189,8 @@ class Checkpoint:
         it is finished; `how` derivatives are taken, see `_fit_of`."""
         before, now = saved["identity"], self.identity
         found = same_model(before["model"], now["model"])
-        for name in {**now, **before}:
-            old, new = before.get(name), now.get(name)
-            if name == "model" or old == new:
-                continue
-            plain = name.startswith("the ")  # digests say nothing to a reader
-            found.append(f"{name} differ" if plain else f"{name} was {old}, is {new}")
+        names = (name for name in {**now, **before} if name != "model")
+        found += [f"{n} differs" for n in names if before.get(n) != now.get(n)]
         if found:
             more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
             raise ValueError(
@@ -307,10 +303,7 @@ def open_checkpoint(
     elif val_loader is not None:
         some, y = next(loader_batches(val_loader, device, data.dict_key_y))
         identity["the validation data"] = [*tensors_of(some), y]
-    known: dict[str, Any] = {
-        name: digest(value) if name.startswith("the ") else _written(value)
-        for name, value in identity.items()
-    }
+    known: dict[str, Any] = {name: digest(v) for name, v in identity.items()}
     known["model"] = model_identity(fn.model, examples)
     checkpoint = Checkpoint(Path(path), known, random)
     if saved is None:
@@ -321,13 +314,6 @@ def open_checkpoint(
         done = {"n_done": progress.n_batches, "targets": progress.targets}
         next(data.batches(device, **done), None)
     return checkpoint, (fit, progress, finished)
-
-
-def _written(value: Any) -> str:
-    """Return a setting as text, in full and without addresses of objects."""
-    if isinstance(value, torch.Tensor):
-        return str(value.tolist() if value.numel() <= 4 else digest(value))
-    return getattr(value, "__qualname__", str(getattr(value, "value", value)))
 
 
 # The state of a posterior

@@ -266,8 +266,8 @@ def _read_all(
         raise ValueError(
             "override=False of an exact fit extends its basis, which takes the "
             "features of the data that were fitted, and this fit has not kept them "
-            "(there was no room within memory_budget, or features were added from a "
-            "cache). Fit all data at once, or give a number of directions."
+            "(there was no room within memory_budget). Fit all data at once, or give "
+            "a number of directions."
         )
     positions = linearizer.layout.of(tuple(linearizer.output_shape))
     n_outputs, numels = positions.n_values, linearizer.fn.numels

@@ -125,29 +125,8 @@ class RowBuffer:
     ----------
     numels : sequence of int
         sizes of the parameter tensors that make up the P columns
-    capacity : int
-        rows in memory, more than `keep`
-    keep : int
-        rows that survive a full buffer
-
-    Attributes
-    ----------
-    filled : int
-        rows that are there
-    n_samples : int
-        rows that were appended
-    compressed : bool
-        whether the rows are a summary
-    energy : torch.Tensor
-        sum of all squares, a float64 scalar
-
-    Examples
-    --------
-    >>> buffer = RowBuffer((2, 3), 4, 2, torch.float32, torch.device("cpu"))
-    >>> buffer.append(torch.randn(3, 5))
-    >>> buffer.append(torch.randn(2, 5))
-    >>> buffer.n_samples, buffer.rows.shape
-    (5, torch.Size([3, 5]))
+    capacity, keep : int
+        rows in memory, more than those that survive a full buffer
     """
 
     def __init__(
@@ -158,8 +137,6 @@ class RowBuffer:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if capacity <= keep:
-            raise ValueError(f"capacity={capacity} must exceed keep={keep}.")
         self.numels = tuple(numels)
         self.keep = keep
         self.filled = 0
@@ -222,13 +199,7 @@ def exact_basis(buffer: RowBuffer) -> tuple[NystromBasis, torch.Tensor]:
 
     The coefficients are the features of the training data: they need no second pass.
     """
-    if buffer.compressed:
-        raise ValueError(
-            f"The buffer holds a summary of {buffer.n_samples} gradients in "
-            f"{buffer.filled} rows; the exact basis needs all of them."
-        )
-    basis, coefficients = _decompose(buffer, None, True)
-    return basis, coefficients
+    return _decompose(buffer, None, True)
 
 
 def extend_exact(

@@ -42,8 +42,7 @@ def _feed(content: Any, value: Any) -> None:
         if not value.is_meta:
             dense = value.detach().cpu()
             dense = dense if dense.layout is torch.strided else dense.to_dense()
-            dense = dense.int_repr() if dense.is_quantized else dense
-            dense = dense.resolve_conj().resolve_neg().contiguous().flatten()
+            dense = dense.contiguous().flatten()
             content.update(dense.view(torch.uint8).numpy().data)
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         _tag(content, "array", value.dtype, value.shape)
@@ -70,25 +69,14 @@ def _tag(content: Any, *words: Any) -> None:
 
 
 def model_identity(model: nn.Module, x: Any) -> dict[str, Any]:
-    """Return what a model is known by, in tensors and plain types.
+    """Return what a model is known by, in tensors and plain types: "state" with dtype,
+    shape and digest of every tensor, and "outputs" for inputs `x` on the model's
+    device, which stand for its code.
 
     To be called with the user's state preserved, see `preserve.undisturbed`.
-
-    Parameters
-    ----------
-    model : nn.Module
-        whose parameters and buffers count with every number
-    x : Any
-        inputs on the model's device, whose outputs stand for the model's code; None
-        for none
-
-    Returns
-    -------
-    dict
-        "state" with shape, dtype and digest of every tensor by its name, and "outputs"
     """
     state = {
-        name: [str(tuple(t.shape)), str(t.dtype), digest(t)]
+        name: f"{t.dtype} {tuple(t.shape)} {digest(t)}"
         for name, t in sorted(model.state_dict(keep_vars=True).items())
         if isinstance(t, torch.Tensor)
     }
@@ -106,18 +94,13 @@ def same_model(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     Their tensors must be equal, their outputs up to rounding.
     """
     theirs, ours = saved["state"], now["state"]
-    found = [f"{name} is missing in this model" for name in theirs if name not in ours]
-    found += [f"{name} is only in this model" for name in ours if name not in theirs]
-    for name in sorted(theirs.keys() & ours.keys()):
-        labels = ("shape", "dtype", "values")
-        for label, old, new in zip(labels, theirs[name], ours[name], strict=True):
-            if old != new:
-                what = "" if label == "values" else f": saved {old}, here {new}"
-                found.append(f"{label} of {name} differ{what}")
-                break
+    found = [
+        f"{name} is {ours.get(name, 'missing')}, saved {theirs.get(name, 'missing')}"
+        for name in sorted({**theirs, **ours})
+        if ours.get(name) != theirs.get(name)
+    ]
     if found:
-        more = [f"and {len(found) - 3} more"] if len(found) > 3 else []
-        return [*found[:3], *more]
+        return [*found[:3], f"and {len(found) - 3} more"][: len(found)]
     before, after = saved["outputs"], now["outputs"]
     if before is None or after is None:
         return []
