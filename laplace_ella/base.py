@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from laplace_ella.posterior.fit import Fit
     from laplace_ella.posterior.posterior import SubspacePosterior
 
-__all__ = ["EllaBase"]
-
 #: Relative error of an exact posterior's variances that is worth a warning.
 LARGEST_ERROR = 0.01
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-__all__ = ["build_parser", "main"]
 
 TASK = """\
 TARGET is module:function; modules of the current folder are found. The function takes
@@ -72,9 +69,6 @@ OPTIONS: dict[str, tuple[Any, str]] = {
 }
 
 
-FORMS = ("table", "markdown", "csv", "json")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     raw = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TASK}
@@ -94,7 +88,6 @@ def build_parser() -> argparse.ArgumentParser:
         compare.add_argument(f"--{name.replace('_', '-')}", help=text, **option)
     compare.add_argument("--html", type=Path, help="write the report as a page")
     compare.add_argument("--out", type=Path, help="folder for report.md, .csv, .json")
-    compare.add_argument("--format", choices=FORMS, default="table")
     compare.add_argument("--quiet", action="store_true", help="no progress on stderr")
     doctor = commands.add_parser("doctor", help="check installation or model", **raw)
     doctor.add_argument("target", metavar="TARGET", nargs="?")
@@ -147,9 +140,7 @@ def _compare(args: argparse.Namespace) -> int:
     if "test_loader" not in task:
         raise Mistake(f"{args.target} must return 'test_loader' as well.")
     report = compare(**task)
-    texts = (str(report), report.to_markdown(), report.to_csv())
-    texts = (*texts, json.dumps(report.to_dict()))
-    print(dict(zip(FORMS, texts, strict=True))[args.format])
+    print(report)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "report.md").write_text(report.to_markdown() + "\n")

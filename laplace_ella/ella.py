@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from laplace_ella.posterior.fit import Fit
     from laplace_ella.support.memory import MemoryEstimate
 
-__all__ = ["ELLALaplace"]
-
 
 class ELLALaplace(TunableLaplace):
     """Linearised Laplace with a Nyström approximation of the neural tangent kernel.

@@ -22,8 +22,6 @@ from laplace_ella.tuning.search import (
 )
 from laplace_ella.tuning.validation import Loss, Validator
 
-__all__ = ["TunableLaplace"]
-
 
 class TunableLaplace(PriorTuning):
     """A fitted posterior whose hyperparameters are chosen by evidence or validation."""

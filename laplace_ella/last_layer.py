@@ -19,8 +19,6 @@ from laplace_ella.support.batches import batch_size, take
 if TYPE_CHECKING:
     from laplace_ella.fitting.plan import FitPlan
 
-__all__ = ["ELLALLLaplace"]
-
 
 class ELLALLLaplace(ELLALaplace):
     """ELLA on the parameters of the last linear layer.

@@ -31,8 +31,6 @@ from laplace_ella.support.checks import check_positive, member, positive_int
 if TYPE_CHECKING:
     from laplace_ella.posterior.fit import Fit
 
-__all__ = ["PAPER", "EllaSettings"]
-
 PAPER: dict[str, Any] = {
     "subsample_size": 2000,
     "n_eigenvalues": 20,
@@ -139,18 +137,12 @@ class EllaSettings(ParametricLaplace):
             raise TypeError(
                 f"compute must be a ComputeOptions(...), got {type(compute).__name__}."
             )
-        asked = resolve(
-            backend,
-            backend_kwargs,
-            asdl_fisher_kwargs,
-            compute.row_mode,
-            stochastic,
-            model,
+        backend, row_mode, self.curvature, self.stochastic = resolve(
+            backend, backend_kwargs, asdl_fisher_kwargs, compute.row_mode, stochastic
         )
-        self.curvature, self.stochastic = asked.curvature, asked.stochastic
         if not isinstance(self.stochastic, bool):
             positive_int("stochastic", self.stochastic, or_="a bool")
-        self._compute = replace(compute, row_mode=asked.row_mode)
+        self._compute = replace(compute, row_mode=row_mode)
         self._layout = member(OutputLayout, "output_layout", output_layout)
         self.subsample_size, self.seed = subsample_size, seed
         self.n_eigenvalues = "auto" if n_eigenvalues is None else n_eigenvalues
@@ -182,8 +174,8 @@ class EllaSettings(ParametricLaplace):
             backend_kwargs,
             asdl_fisher_kwargs,
         )
-        if asked.backend is not None:
-            self._backend_cls = asked.backend
+        if backend is not None:
+            self._backend_cls = backend
         if multi_label and self.likelihood != Likelihood.CLASSIFICATION:
             raise ValueError(
                 "multi_label=True is for likelihood='classification', got "

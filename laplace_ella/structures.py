@@ -16,8 +16,6 @@ from laplace_ella.ella import ELLALaplace
 from laplace_ella.last_layer import ELLALLLaplace
 from laplace_ella.settings import refuse_unknown
 
-__all__ = ["register_structure"]
-
 _SETTINGS: dict[str, dict[str, Any]] = {}
 _TAKEN = {"nystrom", "ella", *(structure.value for structure in HessianStructure)}
 

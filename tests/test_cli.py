@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import sys
 import textwrap
@@ -68,13 +67,6 @@ def test_compare_prints_and_writes(call, tmp_path):
     assert {path.name for path in (tmp_path / "results").iterdir()} == names
     assert len(list(Report.load(tmp_path / "results" / "report.json"))) == 4
     assert "task:setup" in (tmp_path / "page.html").read_text()
-
-
-def test_formats(call):
-    task = ("compare", "task:setup", "--methods", "map", "--quiet", "--format")
-    assert call(*task, "markdown")[1].startswith("| method |")
-    assert call(*task, "csv")[1].splitlines()[1].startswith("map,")
-    assert Report.from_dict(json.loads(call(*task, "json")[1]))["map"][0].ok
 
 
 def test_help_has_all_options_and_an_example_that_runs(call, tmp_path):

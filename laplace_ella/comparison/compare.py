@@ -37,8 +37,6 @@ from laplace_ella.support.identity import digest, model_identity
 from laplace_ella.support.memory import budget_of
 from laplace_ella.support.preserve import seeded_iteration, undisturbed
 
-__all__ = ["compare"]
-
 
 def compare(
     model: nn.Module,

@@ -8,9 +8,6 @@ from typing import Any
 
 from laplace_ella.settings import PAPER
 
-__all__ = ["Method", "available_methods", "default_methods"]
-
-
 #: How hyperparameters are chosen: on the training data, then on validation data.
 ON_TRAINING = ("default", "marglik", "none")
 ON_VALIDATION = ("gridsearch", "early_stopping", "temperature", "calibration")

@@ -18,8 +18,6 @@ from typing import Any
 from laplace_ella import plotting
 from laplace_ella.comparison.bootstrap import Difference
 
-__all__ = ["Report", "Result", "Row"]
-
 #: A column of this ending is the distance of a metric from the best row's.
 TO_BEST = "_to_best"
 

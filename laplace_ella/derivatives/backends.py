@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -23,10 +21,6 @@ from laplace_ella.derivatives.modes import RowMode
 from laplace_ella.errors import UnsupportedLayerError
 from laplace_ella.support.batches import Batch, has_values
 from laplace_ella.support.preserve import full_precision
-
-__all__ = ["BACKEND_OF", "ROWS", "Curvature", "Resolved", "check_rows", "resolve"]
-
-logger = logging.getLogger("laplace_ella")
 
 #: A parameter's gradient this much smaller than the whole row may be rounding error.
 NEGLIGIBLE = 1e-3
@@ -61,47 +55,21 @@ BACKEND_OF = {
 }
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """What a backend and its arguments ask for.
-
-    Attributes
-    ----------
-    backend : type, optional
-        the class, also where an instance was given
-    row_mode : RowMode
-    curvature : Curvature
-    stochastic : bool or int
-        sampled cotangents per example, instead of the exact GGN
-    """
-
-    backend: type | None
-    row_mode: RowMode
-    curvature: Curvature
-    stochastic: bool | int
-
-
 def resolve(
     backend: Any,
     backend_kwargs: Mapping[str, Any] | None,
     asdl_fisher_kwargs: Mapping[str, Any] | None,
     row_mode: RowMode,
     stochastic: bool | int,
-    model: Any = None,
-) -> Resolved:
-    """Return what a backend and its arguments ask of the posterior of `model`.
+) -> tuple[type | None, RowMode, Curvature, bool | int]:
+    """Return what a backend and its arguments ask for: its class, also where an
+    instance was given, and sampled cotangents per example instead of the exact GGN.
 
     Anything that would have no effect, or another than it says, is refused.
     """
     kwargs = dict(backend_kwargs or {})
     if isinstance(backend, curvature.CurvatureInterface):
-        # `la.backend` is one: clients that copy a posterior, attribute by attribute,
-        # pass it on with the model it was made for.
-        if model is not None and backend.model is not model:
-            logger.info(
-                "backend is a %s of another model; its class alone is used",
-                type(backend).__name__,
-            )
+        # `la.backend` is one: clients copy a posterior attribute by attribute.
         sampled = getattr(backend, "stochastic", False)  # GGN backends have it
         kwargs = {"stochastic": sampled, **kwargs} if sampled else kwargs
         backend = type(backend)
@@ -151,7 +119,7 @@ def resolve(
             "takes those of the data. Leave stochastic out, or use backend="
             f"{name.removesuffix('EF')}GGN."
         )
-    return Resolved(backend, row_mode, kind, stochastic)
+    return backend, row_mode, kind, stochastic
 
 
 def _meaning(backend: Any) -> tuple[RowMode, Curvature]:

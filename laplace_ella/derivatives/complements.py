@@ -15,8 +15,6 @@ import torch
 from laplace_ella.support.batches import chunks
 from laplace_ella.support.preserve import full_precision
 
-__all__ = ["GradientSplit", "accurate_product"]
-
 #: Columns whose products are added up in the matrices' own precision.
 BLOCK = 2**14
 

@@ -23,19 +23,6 @@ from laplace_ella.derivatives.modes import FeatureMode
 from laplace_ella.support.batches import Batch, Positions
 from laplace_ella.support.preserve import full_precision
 
-__all__ = [
-    "FEATURES",
-    "Features",
-    "features_by_double_vjp",
-    "features_by_forward",
-    "largest",
-    "one_hot",
-    "pull_back",
-    "rows_by_loop",
-    "rows_by_vmap",
-    "times_directions",
-]
-
 
 @dataclass(frozen=True)
 class Features:

@@ -42,8 +42,6 @@ from laplace_ella.support.preserve import (
     differentiation,
 )
 
-__all__ = ["ExampleBytes", "Features", "Linearizer"]
-
 #: How much cheaper reverse mode must be for a few of the outputs, where features of all
 #: are better taken in another way.
 CLEAR_RATIO = 3.0

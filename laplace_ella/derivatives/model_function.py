@@ -12,14 +12,6 @@ from torch.func import functional_call
 
 from laplace_ella.support.batches import tensors_of, with_tensors
 
-__all__ = [
-    "ModelFunction",
-    "clearer_error",
-    "matching_names",
-    "refuse_sharded",
-    "unwrap",
-]
-
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module below `torch.compile` and `DataParallel` wrappers.

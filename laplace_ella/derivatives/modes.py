@@ -11,8 +11,6 @@ import torch
 from laplace_ella.support.checks import member, positive_int
 from laplace_ella.support.memory import parse_bytes
 
-__all__ = ["ComputeOptions", "FeatureMode", "Modes", "RowMode"]
-
 
 class FeatureMode(str, Enum):
     """Ways to compute the features of B examples; costs in forward passes.

@@ -22,8 +22,6 @@ from laplace_ella.errors import NotDifferentiableError
 from laplace_ella.support.batches import Batch, OutputLayout, check_outputs
 from laplace_ella.support.preserve import autocast_enabled, differentiation
 
-__all__ = ["decide", "linearize"]
-
 logger = logging.getLogger("laplace_ella")
 
 #: Examples of a trial at least, since a first batch may be smaller than those to come;

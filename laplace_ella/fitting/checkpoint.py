@@ -36,15 +36,6 @@ from laplace_ella.support.preserve import autocast_enabled
 if TYPE_CHECKING:
     from laplace_ella.fitting.plan import FitPlan
 
-__all__ = [
-    "Checkpoint",
-    "Progress",
-    "open_checkpoint",
-    "plain_inputs",
-    "posterior_from_state",
-    "state_of_posterior",
-]
-
 #: Seconds between two saves; more where a save takes long.
 SAVE_EVERY = 60.0
 

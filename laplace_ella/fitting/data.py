@@ -26,17 +26,6 @@ from laplace_ella.support.checks import positive_int
 from laplace_ella.support.identity import digest
 from laplace_ella.support.preserve import seeded_iteration
 
-__all__ = [
-    "Pairs",
-    "Read",
-    "TrainingData",
-    "check_loader",
-    "draw_pairs",
-    "known_length",
-    "loader_batches",
-    "training_data",
-]
-
 
 def loader_batches(
     loader: Iterable[Any],

@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from laplace_ella.errors import OtherProcessError
 
-__all__ = ["Processes", "joined", "processes_of"]
-
 logger = logging.getLogger("laplace_ella")
 
 CPU = torch.device("cpu")

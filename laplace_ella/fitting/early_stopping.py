@@ -21,8 +21,6 @@ from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.support.checks import member, positive_int
 from laplace_ella.tuning.validation import check_loss
 
-__all__ = ["EarlyStopping", "augmented_validation", "check_stopping"]
-
 
 @dataclass(frozen=True)
 class EarlyStopping:

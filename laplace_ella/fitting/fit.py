@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from laplace_ella.fitting.plan import FitPlan
     from laplace_ella.support.batches import Positions
 
-__all__ = ["add_up"]
-
 #: Examples whose features are known that are added up at once.
 ROWS_AT_ONCE = 512
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from laplace_ella.posterior.observation import ObservationModel
     from laplace_ella.support.batches import OutputLayout
 
-__all__ = ["FitPlan", "check_plan"]
-
 logger = logging.getLogger("laplace_ella")
 
 #: n_eigenvalues="auto": at most so many directions of a sample; for classification the

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from laplace_ella.fitting.distributed import Processes
     from laplace_ella.fitting.plan import FitPlan
 
-__all__ = ["first_look", "sample_basis", "targets_of"]
-
 logger = logging.getLogger("laplace_ella")
 
 #: n_eigenvalues="auto": directions until this share of the trace.

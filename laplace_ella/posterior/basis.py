@@ -16,14 +16,6 @@ from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.support.batches import chunks, has_values
 from laplace_ella.support.preserve import full_precision
 
-__all__ = [
-    "NystromBasis",
-    "RowBuffer",
-    "exact_basis",
-    "extend_exact",
-    "nystrom_basis",
-]
-
 #: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
 #: more accurate than the Gram matrix because it does not square the condition number.
 SVD_LIMIT = 2_000_000

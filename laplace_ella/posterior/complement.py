@@ -24,8 +24,6 @@ import torch
 from laplace_ella.posterior.span import Span
 from laplace_ella.posterior.spectrum import Spectrum
 
-__all__ = ["UNKNOWN_SPAN", "Complement", "EvidenceScope", "Precisions", "Tail"]
-
 UNKNOWN_SPAN = (
     "complement='matched' needs the spectrum and the span of the sampled gradients, "
     "which this fit does not have. They are kept by a fit with complement='matched' of "

@@ -19,8 +19,6 @@ from laplace_ella.posterior.span import Span
 from laplace_ella.posterior.spectrum import Spectrum
 from laplace_ella.support.batches import has_values
 
-__all__ = ["CurvatureSum", "Fit", "TrainingRows"]
-
 
 @dataclass(frozen=True)
 class CurvatureSum:

@@ -13,16 +13,6 @@ from torch.nn import functional as F
 from laplace_ella.posterior.observation import Family
 from laplace_ella.support.batches import OutputLayout, Positions, has_values
 
-__all__ = [
-    "IGNORED",
-    "curvature_root",
-    "losses",
-    "observed",
-    "sample_cotangents",
-    "target_cotangents",
-    "target_rows",
-]
-
 #: Class index of positions that are not observed, as in torch's cross-entropy.
 IGNORED = -100
 

@@ -18,16 +18,6 @@ from laplace.utils.enums import Likelihood
 from laplace_ella import metrics
 from laplace_ella.support.batches import OutputLayout, Positions, chunks
 
-__all__ = [
-    "Family",
-    "FunctionValues",
-    "Link",
-    "ObservationModel",
-    "class_probabilities",
-    "draw",
-    "psd_root",
-]
-
 #: Monte-Carlo samples where no number is given, as in laplace-torch.
 N_SAMPLES = 100
 

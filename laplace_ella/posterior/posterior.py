@@ -31,8 +31,6 @@ from laplace_ella.posterior.complement import (
 )
 from laplace_ella.posterior.observation import FunctionValues
 
-__all__ = ["SubspacePosterior"]
-
 #: More directions than these are sorted by what the data know of them, to predict.
 MANY_DIRECTIONS = 256
 

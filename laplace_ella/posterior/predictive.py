@@ -25,8 +25,6 @@ from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.support.batches import Positions, chunks, to_device
 from laplace_ella.support.preserve import full_precision
 
-__all__ = ["Predictor", "features_for"]
-
 #: Numbers that samples of the weights, or the Jacobians of groups of inputs, have
 #: together.
 BUDGET = 2**24

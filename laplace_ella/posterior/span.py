@@ -16,8 +16,6 @@ from laplace_ella.posterior.basis import NystromBasis, RowBuffer, nystrom_basis
 from laplace_ella.support.batches import chunks, has_values
 from laplace_ella.support.preserve import full_precision
 
-__all__ = ["Sketch", "Span", "decades", "sampled_span"]
-
 #: Up to so many parameters per row all are kept, beyond them this many groups per row.
 #: With fewer groups per row the estimate scatters more, with groups of two or three
 #: parameters it is biased. Measured norms: 5 to 15 % too large on most networks, up to

@@ -26,8 +26,6 @@ from functools import cached_property
 import numpy as np
 import torch
 
-__all__ = ["Spectrum"]
-
 #: Up to this share of M the degrees of freedom of a sample are trusted; the line that
 #: continues them is fitted where they exceed the lower share.
 TRUSTED, FITTED = 0.6, 0.3

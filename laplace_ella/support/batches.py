@@ -17,27 +17,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-
-__all__ = [
-    "Batch",
-    "OutputLayout",
-    "Positions",
-    "batch_size",
-    "check_outputs",
-    "chunks",
-    "has_values",
-    "split_batch",
-    "take",
-    "tensors_of",
-    "to_device",
-    "with_tensors",
-]
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -179,10 +163,11 @@ class Batch:
     batched: tuple[bool, ...]
 
     @classmethod
-    def of(cls, x: Any, dict_key_x: str) -> Batch:
+    def of(cls, x: Any, dict_key_x: str, size: int | None = None) -> Batch:
         """Describe inputs `x`, whose size is that of `x[dict_key_x]` of a mapping."""
-        size = batch_size(x, dict_key_x)
-        return cls(x, size, tuple(map(partial(_is_batched, size), tensors_of(x))))
+        size = batch_size(x, dict_key_x) if size is None else size
+        batched = [t.ndim > 0 and len(t) == size for t in tensors_of(x)]
+        return cls(x, size, tuple(batched))
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
@@ -210,17 +195,12 @@ class Batch:
         return tuple(shapes)
 
 
-def _is_batched(size: int, tensor: torch.Tensor) -> bool:
-    return tensor.ndim > 0 and len(tensor) == size
-
-
 def take(x: Any, index: slice | torch.Tensor, size: int) -> Any:
     """Return examples `index` of inputs `x` that hold `size` of them.
 
     For whole batches only: of parts, it cannot tell what has a batch dimension.
     """
-    batched = [_is_batched(size, t) for t in tensors_of(x)]
-    return Batch(x, size, tuple(batched)).take(index).inputs
+    return Batch.of(x, "", size).take(index).inputs
 
 
 def chunks(size: int, chunk: int) -> Iterator[slice]:

@@ -11,14 +11,6 @@ import torch
 
 from laplace_ella.support.batches import has_values
 
-__all__ = [
-    "check_finite",
-    "check_generator",
-    "check_positive",
-    "member",
-    "positive_int",
-]
-
 E = TypeVar("E", bound=Enum)
 
 

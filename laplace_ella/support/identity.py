@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["digest", "model_identity", "same_model"]
-
 
 def digest(*values: Any) -> str:
     """Return 32 hexadecimal digits that are equal for equal content.

@@ -9,14 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = [
-    "MemoryEstimate",
-    "budget_of",
-    "free_bytes",
-    "human_bytes",
-    "parse_bytes",
-]
-
 #: Share of the free memory that is used if no budget is given.
 SHARE_OF_FREE = 0.7
 

@@ -17,15 +17,6 @@ from torch import nn
 
 from laplace_ella.support.batches import has_values
 
-__all__ = [
-    "autocast_enabled",
-    "differentiation",
-    "full_precision",
-    "random_states",
-    "seeded_iteration",
-    "undisturbed",
-]
-
 #: One lock per model: modes are switched and parameters replaced while it is
 #: differentiated, so that two threads must not do so at the same time.
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
