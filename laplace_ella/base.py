@@ -138,7 +138,7 @@ class EllaBase(EllaSettings):
 
     @property
     def effective_n_data(self) -> float:
-        """N/T: how many data the tempered likelihood weighs as much as."""
+        """N/T, the effective number of data of the tempered likelihood."""
         return self.n_data / float(self.temperature)
 
     def truncate(self, rank: int) -> None:

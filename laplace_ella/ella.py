@@ -1,8 +1,8 @@
 """`ELLALaplace`: the Nyström-NTK member of the Laplace family.
 
-The class is the adapter to laplace-torch's interface. What it does is done by values
-and functions of the rooms: `fitting` makes a `Fit`, `posterior` turns it into function
-values and probabilities, `tuning` chooses hyperparameters, `derivatives`
+The class adapts the package to laplace-torch's interface. The work is done by values
+and functions of the subpackages: `fitting` makes a `Fit`, `posterior` turns it into
+function values and probabilities, `tuning` chooses hyperparameters, and `derivatives`
 differentiates.
 """
 
@@ -51,11 +51,11 @@ class ELLALaplace(TunableLaplace):
     ----------
     backend : CurvlinopsGGN, BackPackGGN, AsdlGGN, CurvlinopsEF, BackPackEF, AsdlEF \
 or None, default=None
-        who takes the sampled gradients: torch.func (`Curvlinops...` and None), BackPACK
-        or ASDL. The numbers are the same; a layer that BackPACK or ASDL does not
-        support is an error. `...GGN` and None have the GGN as curvature, `...EF` the
-        empirical Fisher, at one backward pass per example; `...Hessian` is refused. Of
-        an instance its class is used
+        what computes the sampled gradients: torch.func (`Curvlinops...` and None),
+        BackPACK or ASDL. The numbers are the same; a layer that BackPACK or ASDL does
+        not support is an error. `...GGN` and None have the GGN as curvature, `...EF`
+        the empirical Fisher, at one backward pass per example; `...Hessian` is refused.
+        Of an instance its class is used
     backend_kwargs : dict, optional
         only 'stochastic', as the argument of that name
     asdl_fisher_kwargs : dict, optional

@@ -1,4 +1,4 @@
-"""Choosing the prior precision of a fitted posterior, and leaving out its data."""
+"""`optimize_prior_precision` and `leave_one_out` of a fitted posterior."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class PriorTuning(PredictingLaplace):
 
         For classification the default sets the prior precision *and* the softmax
         temperature by leave-one-out predictions of the training data, and the curvature
-        is taken at the mode of the linearised model, see `PriorMethod`. It takes an
+        is taken at the mode of the linearised model, see `PriorMethod`. This needs an
         exact fit (`n_eigenvalues="exact"`, or "auto" on up to 4,000 pairs of example
         and output). For regression, and other fits, the default is the evidence, as in
         laplace-torch. Of a layerwise or diagonal prior a common factor is chosen,

@@ -1,4 +1,4 @@
-"""Paired bootstrap: is a difference between two rows luck of the test examples?
+"""Paired bootstrap: intervals of the differences between two rows.
 
 The test examples are drawn again with replacement, the same draws for every row, and
 each row keeps its metrics on these draws. Subtracting those of another row pairs the

@@ -1,4 +1,4 @@
-"""What a model is like before anything is fitted: its sizes, and what works and fits.
+"""Checks of the installation and of a model before a fit: sizes, derivatives, memory.
 
 Index legend: N data, C outputs, P parameters, B batch.
 """

@@ -1,4 +1,4 @@
-"""Methods on one network: fitted, and tuned for one link after the other.
+"""Fit one method on a copy of the network, and tune it for each link.
 
 Index legend: N data, C outputs, B batch, S positions.
 """

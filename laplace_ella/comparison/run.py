@@ -1,4 +1,4 @@
-"""The rows of one method: predictions, scores and divergence, or why there are none.
+"""The rows of one method: predictions, scores and divergence, or the error.
 
 Index legend: N data, C outputs.
 """

@@ -1,4 +1,4 @@
-"""Rows cᵀJ(x) of the Jacobian and features J(x)V, one pure function for each way.
+"""Rows cᵀJ(x) of the Jacobian and features J(x)V, one pure function for each mode.
 
 `rows_by_vmap`, `rows_by_loop` and `rows_by_backend` (in `backends.py`) have one
 signature; so have `features_by_forward` and `features_by_double_vjp`. Rows times V are

@@ -1,6 +1,6 @@
 """One linearisation of a model: rows of J(x) and features J(x)V, batch after batch.
 
-Which ways of differentiation are taken was decided on the first batch, see `decide`.
+The modes of differentiation were chosen on the first batch, see `decide`.
 
 Index legend: B batch, S positions, C outputs at each, c of them selected, O = S·C,
 P parameters, K rank.

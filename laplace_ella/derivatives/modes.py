@@ -1,4 +1,4 @@
-"""What a user may ask of the computation of derivatives, and what was chosen."""
+"""`ComputeOptions`, the options of differentiation, and `Modes`, what was chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Try the ways of differentiating a model on the first batch, and keep the fastest."""
+"""Try the modes of differentiation on the first batch, and keep the fastest."""
 
 from __future__ import annotations
 

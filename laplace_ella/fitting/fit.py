@@ -1,4 +1,4 @@
-"""Add up the curvature of the data, up to the end or to the best validation loss."""
+"""Second half of a fit: add up the curvature, all or to the best validation loss."""
 
 from __future__ import annotations
 

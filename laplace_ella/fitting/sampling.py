@@ -1,4 +1,4 @@
-"""Sample the gradients of a model, and compute the directions of the basis."""
+"""First half of a fit: sample gradients, and compute the directions of the basis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directions outside the basis: what the data said about them, and what is left.
+"""The complement, the directions outside the basis: its kinds and its precisions.
 
 A gradient has parts in the basis; outside it, but in the span of the sampled gradients,
 one part for each decade of their eigenvalues; and outside of both. Dropping all but the

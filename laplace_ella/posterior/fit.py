@@ -1,4 +1,4 @@
-"""What a fit produces: one frozen value, and the sums over data that lead to it."""
+"""`Fit`, the frozen value that a fit returns, and the sums over data in it."""
 
 from __future__ import annotations
 

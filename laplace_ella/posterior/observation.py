@@ -1,4 +1,4 @@
-"""What is assumed of the targets, and predictions from a Gaussian over the outputs.
+"""The observation model: likelihood family, noise, temperatures, and the links.
 
 f_var = AAᵀ (+ a residual where the complement of the subspace is kept). Every link
 needs row norms, row sums or samples of it: the C×C matrix is formed where the caller
