@@ -17,6 +17,7 @@ from laplace_ella.errors import LinkWarning, warn_caller
 from laplace_ella.fitting.data import check_loader, loader_batches
 from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.posterior.predictive import Predictor
+from laplace_ella.support import checks
 from laplace_ella.support.batches import OutputLayout, split_batch
 from laplace_ella.support.checks import check_generator, member, positive_int
 from laplace_ella.support.preserve import (
@@ -190,6 +191,7 @@ class PredictingLaplace(EllaBase):
             if regression:
                 return samples.mean(0), samples.var(0)
             return self._probabilities(samples).mean(0)
+        checks.refuse_arguments("la(x, ...)", type(self).__call__, model_kwargs)
         if regression:
             return self.predictive_moments(x, joint, diagonal_output)
         drawn = self._generator(generator) if link is Link.MC else None

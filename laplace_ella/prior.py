@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from laplace.utils.enums import PredType, PriorStructure, TuningMethod
+from torch import nn
 
-from laplace_ella.errors import warn_caller
+from laplace_ella.errors import NumericalWarning, warn_caller
 from laplace_ella.fitting.data import check_loader, loader_batches
 from laplace_ella.posterior.likelihood import observed, target_rows
 from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.predictions import PredictingLaplace
 from laplace_ella.support.checks import check_positive, member, positive_int
+from laplace_ella.support.memory import budget_of
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.evidence import Evidence, maximize
 from laplace_ella.tuning.leave_one_out import (
+    TRUSTED_TEMPERATURE,
     LeftOut,
     LinkLoss,
     PriorChoice,
@@ -43,6 +46,13 @@ __all__ = ["PriorTuning"]
 logger = logging.getLogger("laplace_ella")
 
 T = TypeVar("T")
+
+#: Layers that the scale of the weights before them does not pass.
+NORMALISATIONS = (
+    nn.modules.batchnorm._NormBase,  # has no public name; batch and instance norms
+    nn.GroupNorm,
+    nn.LayerNorm,
+)
 
 
 class PriorTuning(PredictingLaplace):
@@ -123,9 +133,12 @@ class PriorTuning(PredictingLaplace):
         exact fit (`n_eigenvalues="exact"`, or "auto" on up to 4,000 pairs of example
         and output). For regression, and other fits, the default is the evidence, as in
         laplace-torch. Of a layerwise or diagonal prior a common factor is chosen,
-        unless `prior_structure` asks for the evidence of each value. Networks with
-        batch normalisation need validation data: their linearised model generalises
-        much worse than they do.
+        unless `prior_structure` asks for the evidence of each value. For networks with
+        normalisation layers precisions in inverse proportion to the mean square of
+        each tensor's weights are tried beside a scalar one; validation data are better
+        for these. Curvature and softmax temperature stay as they were chosen when the
+        prior precision is changed afterwards; `method='marglik'` and `fit` return to
+        the curvature at the network's parameters, and keep the temperature.
 
         The parameters are those of every Laplace class. Two things differ for
         `method='gridsearch'`: the features of the validation data are computed once
@@ -170,20 +183,18 @@ class PriorTuning(PredictingLaplace):
                 bounds, grid_size, pred_type, judged
             )
         else:
-            name = f"method={method.value!r}"
             if self._family.is_regression:
                 raise ValueError(
-                    f"{name} is for classification. For regression use "
-                    "method='marglik', or optimize_sigma_noise()."
+                    f"method={method.value!r} is for classification. For regression "
+                    "use method='marglik', or optimize_sigma_noise()."
                 )
             with torch.inference_mode(False), torch.no_grad():
-                link_loss = self._link_loss(name, link_approx, n_samples)
-                found = choose_prior(link_loss, method, float(init[0]))
+                judged_by = link_approx, n_samples
+                found, scale = self._left_out_choice(method, judged_by, float(init[0]))
             if link_approx is not None:
-                tuned_link = link_loss.link
+                tuned_link = self._link(link_approx, tuning=True)
             logger.info("chosen from the training data: %s", found)
-            scale = 1.0 if self._prior_precision.numel() == 1 else self.prior_precision
-            chosen = found.prior_precision * torch.as_tensor(scale).to(init)
+            chosen = found.prior_precision * scale.to(init)
             fit = replace(fit, mode_curvature=found.H)
         self._adopt(fit)
         self.prior_precision = chosen
@@ -260,8 +271,62 @@ class PriorTuning(PredictingLaplace):
             )
         return None if len(fit.training.f) else "takes data: call fit(train_loader)"
 
+    def _left_out_choice(
+        self,
+        method: PriorMethod,
+        judged_by: tuple[Link | str | None, int],
+        start: float,
+    ) -> tuple[PriorChoice, torch.Tensor]:
+        """Return what is chosen by leaving examples out, and the prior precision that
+        its factor multiplies; with normalisation layers see `_scales`."""
+        name, prior = f"method={method.value!r}", self._prior_precision.detach()
+        found = choose_prior(self._link_loss(name, *judged_by), method, start)
+        scale = prior if prior.numel() > 1 else torch.ones_like(prior)
+        normalised = any(isinstance(m, NORMALISATIONS) for m in self.model.modules())
+        if method is not PriorMethod.AUTO or not normalised:
+            return found, scale
+        if prior.numel() == 1 and (scales := self._scales()) is not None:
+            loss = self._link_loss(name, *judged_by, scales)
+            other = choose_prior(loss, method, start)
+            if other.surpasses(found):
+                found, scale = other, scales
+        if found.rule is PriorMethod.LARGER:
+            warn_caller(
+                "Leave-one-out does not tell how this network with normalisation "
+                "layers errs on new data: the best softmax temperature of its outputs "
+                f"without each example is {found.network_temperature:.3g}, trusted up "
+                f"to {TRUSTED_TEMPERATURE:g}, and the mean loss of the linearised "
+                f"model is {found.linear_loss:.3g}. Predictions may be worse than the "
+                "network's. Use optimize_calibration(val_loader), with validation data "
+                "or laplace_ella.augmented_validation(train_loader).",
+                NumericalWarning,
+            )
+        return found, scale
+
+    def _scales(self) -> torch.Tensor | None:
+        """Return the inverse mean square of each tensor's weights, less the prior mean,
+        `(L,)`; None where there are none, or no memory for such a prior.
+
+        Outputs hardly depend on the scale of weights in front of a normalisation, which
+        weight decay makes small: one prior variance for all weights is far too large
+        for these. A variance in proportion to their size is not.
+        """
+        fit = self._checked_fit()
+        delta = (fit.mean - torch.as_tensor(self._prior_mean)).double().square()
+        squares = torch.stack([part.mean() for part in delta.split(fit.basis.numels)])
+        largest = float(squares.max())
+        grams = 16 * len(squares) * fit.basis.rank**2  # bytes, and their stack
+        budget = budget_of(delta.device, self.compute.memory_budget)
+        if largest == 0 or len(squares) == 1 or grams > budget:
+            return None
+        return 1 / squares.clamp_min(1e-6 * largest)
+
     def _link_loss(
-        self, what: str, link_approx: Link | str | None, n_samples: int
+        self,
+        what: str,
+        link_approx: Link | str | None,
+        n_samples: int,
+        prior: torch.Tensor | None = None,
     ) -> LinkLoss:
         """Return the linearised model with the training data, and the loss of its
         predictions; of a prior that is not scalar in coordinates in which it is."""
@@ -275,10 +340,12 @@ class PriorTuning(PredictingLaplace):
                 "optimize_calibration(val_loader)."
             )
         delta = (fit.mean - torch.as_tensor(self._prior_mean)).double()
-        square, prior, precision = delta.square(), self._prior_precision.detach(), None
+        square, precision = delta.square(), None
+        prior = self._prior_precision.detach() if prior is None else prior
         if prior.numel() > 1:
-            precision = self._posterior_with(prior).prior_on_subspace
-            square = square * self.prior_precision_diag.detach().double()
+            posterior = self._posterior_with(prior)
+            precision = posterior.prior_on_subspace
+            square = square * posterior.prior_diagonal().double()
         model = LinearModel.of(
             rows,
             fit.basis.directions.to(delta) @ delta,

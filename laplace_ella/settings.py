@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -26,7 +25,12 @@ from laplace_ella.fitting.plan import check_plan
 from laplace_ella.posterior.complement import UNKNOWN_SPAN, Complement, EvidenceScope
 from laplace_ella.posterior.observation import Family, Link
 from laplace_ella.support.batches import OutputLayout
-from laplace_ella.support.checks import check_positive, member, positive_int
+from laplace_ella.support.checks import (
+    check_positive,
+    member,
+    positive_int,
+    unknown_argument,
+)
 
 if TYPE_CHECKING:
     from laplace_ella.posterior.fit import Fit
@@ -82,14 +86,12 @@ def refuse_unknown(cls: type, names: Iterable[str]) -> None:
     """Refuse keyword arguments that a class does not have, naming the nearest."""
     inits = [inspect.signature(c.__init__) for c in cls.__mro__ if c is not object]
     known = {p.name for init in inits for p in init.parameters.values()}
-    known = sorted(known - {"self", "args", "settings", "kwargs", "unknown"})
+    known = known - {"self", "args", "settings", "kwargs", "unknown"}
     options = [field.name for field in fields(ComputeOptions)]
     for name in (name for name in names if name not in known):
-        if name in options:
-            remedy = f"Pass compute=ComputeOptions({name}=...)."
-        else:
-            near = difflib.get_close_matches(name, known, 1)
-            remedy = f"Did you mean {near[0]!r}?" if near else f"It has {known}."
+        if name not in options:
+            raise unknown_argument(cls.__name__, name, known)
+        remedy = f"Pass compute=ComputeOptions({name}=...)."
         raise TypeError(f"{cls.__name__} has no argument {name!r}. {remedy}")
 
 

@@ -206,7 +206,7 @@ def blobs():
     return problem(steps=600, decay=0.0)
 
 
-def problem(steps, decay, seed=0):
+def problem(steps, decay, seed=0, normalised=False):
     g = torch.Generator().manual_seed(seed)
     centers = 1.2 * torch.randn(3, 4, generator=g)
     y = torch.randint(3, (360,), generator=g)
@@ -214,12 +214,14 @@ def problem(steps, decay, seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = mlp(4, 16, 3)
+        if normalised:
+            model.insert(1, torch.nn.BatchNorm1d(16))
         adam = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=decay)
         for _ in range(steps):
             adam.zero_grad()
             F.cross_entropy(model(x[:60]), y[:60]).backward()
             adam.step()
-    model, x = model.double(), x.double()
+    model, x = model.eval().double(), x.double()
     return model, x[:60], y[:60], x[60:], y[60:]
 
 
@@ -342,6 +344,37 @@ def test_common_factor_of_other_priors(blobs):
         assert several.rule == one.rule
         assert_close(la.prior_precision, expected, rtol=0.06, atol=0)
         torch.testing.assert_close(la.H, H, rtol=0.06, atol=0.06 * float(H.max()))
+
+
+def test_normalisation_layers():
+    """Weights before them are small, and the prior variance of each tensor is in
+    proportion to its mean square: equal to the dense posterior with that prior."""
+    problem_ = problem(steps=600, decay=3e-3, normalised=True)
+    la = fitted(problem_)
+    choice = la.optimize_prior_precision()
+    assert choice.rule == "calibrated"
+    assert nll(la, problem_) < network_nll(problem_)
+    model, *_, x, _ = problem_
+    params = list(model.parameters())
+    squares = torch.stack([p.detach().square().mean() for p in params])
+    assert squares[1] < 1e-6 * squares.max()  # the bias before the normalisation
+    scales = 1 / squares.clamp_min(1e-6 * squares.max())
+    assert_close(la.prior_precision, choice.prior_precision * scales)
+    D = la.prior_precision.repeat_interleave(torch.tensor([p.numel() for p in params]))
+    linear = linear_model(problem_, D)
+    precision = linear.derivatives(linear.mode(), torch.arange(60))[1]
+    J = dense.jacobians(model, x[:7], params)[1]
+    expected = J @ torch.linalg.solve(precision, J.mT)
+    assert_close(la.predictive_moments(x[:7])[1], expected, rtol=1e-4)
+    chosen = la.prior_precision
+    la.optimize_prior_precision()  # the common factor, from here on
+    assert_close(la.prior_precision, chosen, rtol=0.05)
+
+
+def test_normalisation_layers_that_leave_one_out_does_not_understand():
+    la = fitted(problem(steps=1500, decay=0.0, normalised=True))
+    with pytest.warns(UserWarning, match=r"temperature.* is \d.*optimize_calibration"):
+        assert la.optimize_prior_precision().rule == "larger"
 
 
 def test_labels_and_last_layer(blobs):

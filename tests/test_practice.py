@@ -239,6 +239,15 @@ def test_one_default_number_of_samples():
 # --- names -------------------------------------------------------------------------
 
 
+def test_predictions_refuse_arguments_that_they_would_ignore():
+    la = ELLALaplace(mlp(3, 4, 2), "classification")
+    x = torch.randn(10, 3)
+    la.fit(DataLoader(TensorDataset(x, torch.arange(10) % 2), 5))
+    for predict in (lambda **kw: la(x, **kw), lambda **kw: la.predict([x], **kw)):
+        with pytest.raises(TypeError, match="Did you mean 'link_approx'"):
+            predict(link_aprox="mc")
+
+
 @pytest.mark.parametrize(
     ("subset", "cls"), [("all", "ELLALaplace"), ("last_layer", "ELLALLLaplace")]
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -77,3 +80,19 @@ def check_finite(flags: list[torch.Tensor], what: str, where: str) -> None:
             f"{len(flags)}, counted from 0). Check the inputs of that batch and the "
             "model's weights."
         )
+
+
+def unknown_argument(owner: str, name: str, known: Iterable[str]) -> TypeError:
+    """Return the error of a keyword argument that nobody knows, naming the nearest."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, 1)
+    remedy = f"Did you mean {near[0]!r}?" if near else f"It has {known}."
+    return TypeError(f"{owner} has no argument {name!r}. {remedy}")
+
+
+def refuse_arguments(owner: str, function: Callable[..., Any], names: Any) -> None:
+    """Refuse keyword arguments that a function would ignore."""
+    parameters = inspect.signature(function).parameters.values()
+    known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"self"}
+    for name in names:
+        raise unknown_argument(owner, name, known)

@@ -224,6 +224,15 @@ class PriorChoice:
     linear_loss: float
     network_loss: float
 
+    def surpasses(self, other: PriorChoice) -> bool:
+        """Return whether the network's leave-one-out outputs can be trusted with this
+        choice of 'auto' and not with another, or the leave-one-out loss is lower."""
+        if self.rule is not other.rule:
+            return self.rule is PriorMethod.CALIBRATED
+        if self.rule is PriorMethod.CALIBRATED:
+            return self.network_loss < other.network_loss
+        return self.linear_loss < other.linear_loss
+
 
 def choose_prior(
     loss: LinkLoss,
