@@ -135,9 +135,10 @@ class PriorTuning(PredictingLaplace):
         laplace-torch. Of a layerwise or diagonal prior a common factor is chosen,
         unless `prior_structure` asks for the evidence of each value. For networks with
         normalisation layers precisions in inverse proportion to the mean square of
-        each tensor's weights are tried beside a scalar one. Curvature and softmax temperature stay as they were chosen when the
-        prior precision is changed afterwards; `method='marglik'` and `fit` return to
-        the curvature at the network's parameters, and keep the temperature.
+        each tensor's weights are tried beside a scalar one. Curvature and softmax
+        temperature stay as they were chosen when the prior precision is changed
+        afterwards; `method='marglik'` and `fit` return to the curvature at the
+        network's parameters, and keep the temperature.
 
         The parameters are those of every Laplace class. Two things differ for
         `method='gridsearch'`: the features of the validation data are computed once
