@@ -183,8 +183,12 @@ class Unknown(CurvatureInterface):
 REFUSED = {
     "unknown": ({"backend": Unknown}, ValueError, "Unknown"),
     "no backend": ({"backend": nn.Linear}, ValueError, "CurvlinopsGGN.*None"),
-    "no class": ({"backend": "BackPackGGN"}, TypeError, "laplace.curvature"),
-    "Hessian": ({"backend": curvature.AsdlHessian}, ValueError, "GGN.*Use.*AsdlGGN"),
+    "no class": ({"backend": "BackPackGGN"}, ValueError, "laplace.curvature"),
+    "Hessian": (
+        {"backend": curvature.AsdlHessian},
+        ValueError,
+        "GGN.*got.*Hessian",
+    ),
     "options": ({"backend_kwargs": {"num": 3}}, ValueError, "'stochastic'.*num"),
     "Fisher": ({"asdl_fisher_kwargs": {"seed": 3}}, ValueError, "asdl_fisher_kwargs"),
     "rows": (

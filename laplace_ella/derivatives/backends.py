@@ -125,23 +125,15 @@ def resolve(
 def _meaning(backend: Any) -> tuple[RowMode, Curvature]:
     """Return how a backend takes gradients and what it makes of them; subclasses count
     as what they are made from."""
-    accepted = f"{', '.join(BACKENDS)} or None"
-    if not isinstance(backend, type):
-        raise TypeError(
-            f"backend must be a class, {accepted}, got {backend!r}. Import it from "
-            "laplace.curvature."
-        )
     for name, meaning in BACKENDS.items():
         known = getattr(curvature, name, None)  # missing without its package
-        if known is not None and issubclass(backend, known):
+        if known and isinstance(backend, type) and issubclass(backend, known):
             return meaning
-    if backend.__name__.endswith("Hessian"):
-        ours = f"{backend.__name__.removesuffix('Hessian')}GGN"
-        raise ValueError(
-            f"backend={backend.__name__} stands for the Hessian; ELLA's curvature is "
-            f"the GGN. Use backend={ours if ours in BACKENDS else accepted}."
-        )
-    raise ValueError(f"backend must be {accepted}, got {backend.__name__}.")
+    raise ValueError(
+        f"backend must be a class of laplace.curvature, {', '.join(BACKENDS)}, or "
+        f"None, got {backend!r}. ELLA's curvature is the GGN or the empirical Fisher, "
+        "not the Hessian."
+    )
 
 
 # Rows

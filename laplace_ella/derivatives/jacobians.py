@@ -77,23 +77,11 @@ def rows_by_vmap(
     directions: torch.Tensor | None = None,
     create_graph: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs and rows of the Jacobian by one backward pass of all examples.
+    """Return outputs `(B, O)` and rows cᵀJ(x) `(B, o, P)` of the Jacobian, for
+    cotangents c `(B, o, O)`, by one backward pass of all examples.
 
-    Parameters
-    ----------
-    batch : Batch
-        of B examples
-    cotangents : torch.Tensor
-        c, `(B, o, O)`
-    directions : torch.Tensor, optional
-        Vᵀ `(K, P)`
-    create_graph : bool
-        whether the results can be differentiated in the inputs
-
-    Returns
-    -------
-    tuple
-        outputs `(B, O)`, and rows cᵀJ(x) `(B, o, P)` or cᵀJ(x)V `(B, o, K)`
+    With directions Vᵀ `(K, P)` these are cᵀJ(x)V `(B, o, K)`; with `create_graph` they
+    can be differentiated in the inputs.
     """
     params = fn.parameters()
     tangents = None if directions is None else fn.split(directions)

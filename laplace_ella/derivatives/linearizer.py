@@ -398,17 +398,8 @@ class Linearizer:
         create_graph: bool = False,
         top: int | None = None,
     ) -> Features:
-        """Return outputs, features and what lies outside the basis, by reverse mode.
-
-        Parameters
-        ----------
-        split : GradientSplit
-            of gradients into the parts that are asked for
-        create_graph : bool
-            whether the result can be differentiated in x
-        top : int, optional
-            of so many outputs at each position only, the largest ones
-        """
+        """Return outputs, features and what lies outside the basis, by reverse mode,
+        of all outputs or of the `top` largest at each position."""
         create_graph = create_graph and torch.is_grad_enabled()
         batch = self.batch(x)
         positions = self.positions(batch)

@@ -89,19 +89,15 @@ class ModelFunction:
         self.model = model
         self.names = tuple(names)
         self.asked_dtype = dtype
-        self.shapes = [p.shape for p in self._chosen()]
+        self.shapes = [p.shape for p in self.parameters()]
         self.numels = [shape.numel() for shape in self.shapes]
         self.n_params = sum(self.numels)
-
-    def _chosen(self) -> list[nn.Parameter]:
-        """Return the model's own parameters of these names."""
-        named = dict(self.model.named_parameters())
-        return [named[name] for name in self.names]
 
     def parameters(self) -> tuple[torch.Tensor, ...]:
         """Return the current values, detached; they share the model's memory unless
         they are converted to another dtype."""
-        return tuple([self._cast(p.detach()) for p in self._chosen()])
+        named = dict(self.model.named_parameters())
+        return tuple([self._cast(named[name].detach()) for name in self.names])
 
     @property
     def dtype(self) -> torch.dtype:

@@ -148,13 +148,8 @@ def fastest(
 ) -> W:
     """Return the fastest way that works, or raise an error with what each one said.
 
-    Parameters
-    ----------
-    ways : mapping
-        from each way to a trial of it: one pass, which returns how much work it did, in
-        units that can be compared
-    instead : mapping, optional
-        ways that are only tried where another one before them failed
+    A trial is one pass, and returns how much work it did, in units that can be
+    compared. Ways of `instead` are tried where another one before them failed.
     """
     seconds: dict[W, float] = {}
     failures: dict[str, Exception] = {}

@@ -342,14 +342,11 @@ def posterior_from_state(
             "content. Save la.state_dict() anew."
         )
     for name, ours in described.items():
-        saved = state.get(name)
-        if saved != ours:
-            what, remedy = f"has {name}", f"{name}={saved!r}"
-            if name == "cls_name":
-                what, remedy = "is of class", "subset_of_weights and hessian_structure"
+        if state.get(name) != ours:
             raise ValueError(
-                f"The checkpoint {what} {saved!r}, this object {ours!r}. Build it with "
-                f"the same {remedy}."
+                f"The checkpoint has {name}={state.get(name)!r}, this object {ours!r}. "
+                "Build it with the same subset_of_weights, hessian_structure, "
+                "likelihood, output_layout and multi_label."
             )
     examples = to_device(state["fit"]["examples"], fn.device)
     found = same_model(state["model"], model_identity(fn.model, examples))

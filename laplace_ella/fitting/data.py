@@ -255,15 +255,8 @@ def draw_pairs(
     Every example is used ⌊M/N⌋ or ⌈M/N⌉ times, so x is drawn without replacement
     while M ≤ N, and every pair is there exactly once when M ≥ N·C. The first of them
     are such a draw of fewer pairs.
-
-    Parameters
-    ----------
-    n_examples, n_outputs, n_samples : int
-        N, C and M
-    rng : np.random.Generator
-        of the host, so that the draw is the same on every device
-    labels : np.ndarray, optional
-        class of each example `(N,)`; if given, the classes take turns
+    The classes of `labels` `(N,)` take turns. `rng` is of the host: the draw is the
+    same on every device.
     """
     n_samples = min(n_samples, n_examples * n_outputs)
     n_rounds = -(-n_samples // n_examples)  # how often an example is used at most

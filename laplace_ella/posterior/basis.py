@@ -199,16 +199,8 @@ def extend_exact(
 ) -> tuple[NystromBasis, torch.Tensor]:
     """Return an exact basis and its coefficients `(M + m, K')` with further rows.
 
-    A symmetric matrix H in the old basis is RᵀHR in the new one, with R the product
-    `basis.directions @ new.directions.T`.
-
-    Parameters
-    ----------
-    basis : NystromBasis
-    coefficients : torch.Tensor
-        `(M, K)` of the rows it was made from
-    new_rows : torch.Tensor
-        `(m, P)`
+    `coefficients` `(M, K)` are those of the rows that it was made from, `new_rows` is
+    `(m, P)`.
     """
     old = basis.directions
     rest = new_rows.to(old)

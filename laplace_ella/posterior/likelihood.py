@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from laplace_ella.metrics import IGNORED
 from laplace_ella.posterior.observation import Family
 from laplace_ella.support.batches import OutputLayout, Positions, has_values
-
-#: Class index of positions that are not observed, as in torch's cross-entropy.
-IGNORED = -100
 
 
 def target_rows(
@@ -134,17 +132,11 @@ def losses(f: torch.Tensor, y: torch.Tensor, family: Family) -> torch.Tensor:
 
 
 def curvature_root(f: torch.Tensor, phi: torch.Tensor, family: Family) -> torch.Tensor:
-    """Return ψ `(R, C, K)` in float64 with Σ_c ψ_cψ_cᵀ = φᵀΛφ for every row.
+    """Return ψ `(R, C, K)` in float64 with Σ_c ψ_cψ_cᵀ = φᵀΛφ, for every row of outputs
+    `(R, C)` and features `(R, C, K)`.
 
     For the softmax Λ = diag(p) − ppᵀ, so φᵀΛφ = Σ_c p_c φ̃_c φ̃_cᵀ with φ̃ = φ − Σ_c
     p_c φ_c: a sum of squares, positive semi-definite also in floating point.
-
-    Parameters
-    ----------
-    f : torch.Tensor
-        outputs `(R, C)`
-    phi : torch.Tensor
-        features `(R, C, K)`
     """
     phi = phi.double()
     if family.is_regression:
@@ -193,18 +185,12 @@ def sample_cotangents(
 
 
 def target_cotangents(f: torch.Tensor, y: torch.Tensor, family: Family) -> torch.Tensor:
-    """Return c `(R, C)` in float64 with ccᵀ the empirical Fisher of every row.
+    """Return c `(R, C)` in float64 with ccᵀ the empirical Fisher, for every row of
+    outputs `(R, C)` and checked targets `(R, C)` or classes `(R,)`.
 
     c is the gradient of the loss by the outputs; of rows that belong to one example, c
     adds up in cᵀJ(x). Regression has a factor of √2: Laplace halves the outer product
     of the gradients 2(f − y) of the square error, not those of half of it.
-
-    Parameters
-    ----------
-    f : torch.Tensor
-        outputs `(R, C)`
-    y : torch.Tensor
-        checked targets `(R, C)` or classes `(R,)`
     """
     f = f.double()
     if family.is_regression:
