@@ -31,13 +31,13 @@ def convolution(C):
 
 IMAGE = (3, 32, 32)
 MODELS = {
-    # model, shape of an example, C, K, budget in MB, mode
-    "many outputs": (mlp(20, 200, 1000), (20,), 1000, 100, 300, "auto"),
-    "many outputs, forward": (mlp(20, 200, 1000), (20,), 1000, 40, 200, "forward"),
-    "many parameters": (mlp(20, 400, 400, 10), (20,), 10, 100, 400, "reverse"),
-    "images": (convolution(10), IMAGE, 10, 20, 200, "reverse"),
-    "images, many outputs": (convolution(200), IMAGE, 200, 8, 200, "forward"),
-    "images, double": (convolution(10), IMAGE, 10, 4, 200, "double_vjp"),
+    # model, shape of an example, C, K, budget in MB, mode, batch size
+    "many outputs": (mlp(20, 200, 1000), (20,), 1000, 100, 300, "auto", 500),
+    "forward": (mlp(20, 200, 1000), (20,), 1000, 40, 200, "forward", 300),
+    "many parameters": (mlp(20, 400, 400, 10), (20,), 10, 100, 400, "reverse", 200),
+    "images": (convolution(10), IMAGE, 10, 20, 200, "reverse", 300),
+    "images, many outputs": (convolution(200), IMAGE, 200, 8, 200, "forward", 300),
+    "images, double": (convolution(10), IMAGE, 10, 4, 200, "double_vjp", 300),
 }
 
 
@@ -52,20 +52,19 @@ def resident(key):
 @pytest.mark.skipif(not STATUS.exists(), reason="no /proc here")
 @pytest.mark.parametrize("name", MODELS)
 def test_peaks(name):
-    """A fit and predictions of many examples at once stay within the budget, up to
+    """A fit and predictions of a batch of many examples stay within the budget, up to
     a tenth: features in double precision are counted, too."""
-    model, shape, C, K, budget, mode = MODELS[name]
-    x, y = torch.randn(1000, *shape), torch.randint(C, (1000,))
+    model, shape, C, K, budget, mode, n = MODELS[name]
+    x, y = torch.randn(n, *shape), torch.randint(C, (n,))
     compute = ComputeOptions(mode, memory_budget=f"{budget} MB")
     options = {"subsample_size": 120, "n_eigenvalues": 5, "compute": compute}
     la = ELLALaplace(model, "classification", **options)
     la.fit([(x[:8], y[:8])])  # what is built once is not of the fit
     la(x[:4])
     la = ELLALaplace(model, "classification", **{**options, "n_eigenvalues": K})
-    n = 300 if C == 10 else 100
     for work in (
-        lambda: la.fit([(x[:n], y[:n])]),
-        lambda: la(x[:n], link_approx="mc", n_samples=20),
+        lambda: la.fit([(x, y)]),
+        lambda: la(x, link_approx="mc", n_samples=20),
     ):
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")

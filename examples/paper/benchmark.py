@@ -12,6 +12,7 @@ functional_approximation="nystrom"`. Finished measurements are kept in the cache
 
 from __future__ import annotations
 
+import inspect
 import json
 import resource
 import subprocess
@@ -454,9 +455,8 @@ def exact_mode(bench: Bench, small: bool) -> str:
 
 
 def classification(bench: Bench, small: bool) -> str:
-    """Exact Laplace of ten classes: a fit, the first prediction, and 1,000 predictions.
-
-    `difference` is the largest of a probability to that with all directions."""
+    """Exact Laplace of ten classes: a fit, the first prediction, 1,000 predictions, and
+    the largest difference of a probability to that with all directions."""
     p = {"N": 20, "width": 8, "inputs": 20} if small else {"N": 240, "width": 32}
     p = {"inputs": 1000, **p}
     methods = list(CLASSIFIERS)[: 2 if small else None]
@@ -490,7 +490,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     bench = Bench(args)
     for name in args.only:
-        text = f"**{SECTIONS[name].__doc__}**\n\n{SECTIONS[name](bench, args.smoke)}\n"
+        title = inspect.cleandoc(SECTIONS[name].__doc__ or "")
+        text = f"**{title}**\n\n{SECTIONS[name](bench, args.smoke)}\n"
         text += f"{runs.environment(args.threads)}; CPU seconds.\n"
         (args.out / f"{name}.md").write_text(text)
         print(text, flush=True)
