@@ -282,8 +282,7 @@ class PriorTuning(PredictingLaplace):
         name, prior = f"method={method.value!r}", self._prior_precision.detach()
         found = choose_prior(self._link_loss(name, *judged_by), method, start)
         scale = prior if prior.numel() > 1 else torch.ones_like(prior)
-        normalised = any(isinstance(m, NORMALISATIONS) for m in self.model.modules())
-        if method is not PriorMethod.AUTO or not normalised:
+        if method is not PriorMethod.AUTO or not self._normalises:
             return found, scale
         if prior.numel() == 1 and (scales := self._scales()) is not None:
             loss = self._link_loss(name, *judged_by, scales)
@@ -302,6 +301,14 @@ class PriorTuning(PredictingLaplace):
                 NumericalWarning,
             )
         return found, scale
+
+    @property
+    def _normalises(self) -> bool:
+        """Whether a normalisation layer, or one without parameters, is in the part of
+        the network that has a posterior."""
+        ours = {id(p) for p in self.params}
+        layers = (m for m in self.model.modules() if isinstance(m, NORMALISATIONS))
+        return any({id(p) for p in layer.parameters()} <= ours for layer in layers)
 
     def _scales(self) -> torch.Tensor | None:
         """Return the inverse mean square of each tensor's weights, less the prior mean,

@@ -369,6 +369,9 @@ def test_normalisation_layers():
     chosen = la.prior_precision
     la.optimize_prior_precision()  # the common factor, from here on
     assert_close(la.prior_precision, chosen, rtol=0.05)
+    last = fitted(problem_, ELLALLLaplace)  # which has no normalisation layer
+    last.optimize_prior_precision()
+    assert last.prior_precision.numel() == 1
 
 
 def test_normalisation_layers_that_leave_one_out_does_not_understand():

@@ -324,6 +324,12 @@ class Posterior:
             if self.tune == "marglik":
                 options = {**options, "method": "marglik"}
             la.optimize_prior_precision(n_steps=task.n_steps, **options)
+            note = (
+                "one prior precision per parameter tensor was chosen; δ is their mean"
+            )
+            several = la.prior_precision.numel() > self.start["prior_precision"].numel()
+            if several and note not in self.notes:
+                self.notes.append(note)
 
     def see_validation_data(self) -> Any:
         """Make the passes over the validation data that serve all links."""
