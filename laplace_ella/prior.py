@@ -382,7 +382,9 @@ class PriorTuning(PredictingLaplace):
         n_samples : int, default=100
         network : bool, default=False
             take the means from the network instead: one Newton step from its own
-            parameters, with the regulariser for which these are stationary
+            parameters, with the regulariser for which these are stationary. Predictions
+            have the network's means as well; those of the linear model are far from
+            them where the prior precision is large, as after the rule 'calibrated'
 
         Examples
         --------
