@@ -32,9 +32,9 @@ def convolution(C):
 IMAGE = (3, 32, 32)
 MODELS = {
     # model, shape of an example, C, K, budget in MB, mode, batch size
-    "many outputs": (mlp(20, 200, 1000), (20,), 1000, 100, 300, "auto", 500),
+    "many outputs": (mlp(20, 200, 1000), (20,), 1000, 100, 300, "auto", 300),
     "forward": (mlp(20, 200, 1000), (20,), 1000, 40, 200, "forward", 300),
-    "many parameters": (mlp(20, 400, 400, 10), (20,), 10, 100, 400, "reverse", 200),
+    "many parameters": (mlp(20, 400, 400, 10), (20,), 10, 100, 400, "reverse", 100),
     "images": (convolution(10), IMAGE, 10, 20, 200, "reverse", 300),
     "images, many outputs": (convolution(200), IMAGE, 200, 8, 200, "forward", 300),
     "images, double": (convolution(10), IMAGE, 10, 4, 200, "double_vjp", 300),
