@@ -278,7 +278,7 @@ def classify(args: Any, p: Row) -> Row:
     found["first"] = seconds_of(lambda: la(x[:1]))  # factorises the posterior
     parts = x[n:].split(100)
     found["predict"] = seconds_of(lambda: deque(map(la, parts), 0)) / n_test * 1000
-    row = {"P": sum(q.numel() for q in model.parameters()), **found}
+    row = {"P": sum(map(torch.numel, model.parameters())), **found}
     if p["method"] != "exact (ours)":
         return row
     few, difference = la.posterior.for_predictions, 0.0
@@ -289,8 +289,7 @@ def classify(args: Any, p: Row) -> Row:
             values = known.function_values(at.f, at.phi, at.residual)
             both.append(class_probabilities(values, "probit"))
         difference = max(difference, float((both[0] - both[1]).abs().max()))
-    directions = f"{few.rank} of {la.rank}"
-    return {**row, "directions": directions, "difference": difference}
+    return {**row, "directions": f"{few.rank} of {la.rank}", "difference": difference}
 
 
 TASKS = {f.__name__: f for f in (gradient, basis, predict, grid_search, fit, loading)}
