@@ -41,7 +41,11 @@ def undisturbed(model: nn.Module, *, create_graph: bool = False) -> Iterator[Non
             torch.set_grad_enabled(create_graph)
             yield
         finally:
-            _to_the_end(restore)
+            try:
+                _to_the_end(restore)
+            except KeyboardInterrupt:  # which came before interrupts wait
+                _to_the_end(restore)
+                raise
 
 
 def _restoring(model: nn.Module) -> Callable[[], None]:
