@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 OLD_LAPLACE := .venv-laplace-0.2
 # What the package promises of every version of laplace-torch.
 CORE_TESTS := $(addprefix tests/test_,basis.py complement.py errors.py exact.py \
-	family.py fit.py leave_one_out.py links.py posterior.py practice.py preserve.py \
+	family.py fit.py leave_one_out.py links.py posterior.py practice.py \
 	state.py tuning.py)
 
 # What other people's libraries are needed for, in an environment of their own.
