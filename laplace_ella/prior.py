@@ -19,7 +19,6 @@ from laplace_ella.posterior.likelihood import observed, target_rows
 from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.predictions import PredictingLaplace
 from laplace_ella.support.checks import check_positive, member, positive_int
-from laplace_ella.support.memory import budget_of
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.evidence import Evidence, maximize
 from laplace_ella.tuning.leave_one_out import (
@@ -323,8 +322,7 @@ class PriorTuning(PredictingLaplace):
         squares = torch.stack([part.mean() for part in delta.split(fit.basis.numels)])
         largest = float(squares.max())
         grams = 16 * len(squares) * fit.basis.rank**2  # bytes, and their stack
-        budget = budget_of(delta.device, self.compute.memory_budget)
-        if largest == 0 or len(squares) == 1 or grams > budget:
+        if largest == 0 or len(squares) == 1 or grams > fit.linearizer.budget:
             return None
         return 1 / squares.clamp_min(1e-6 * largest)
 

@@ -187,6 +187,11 @@ class Linearizer:
     # Sizes of passes
 
     @property
+    def budget(self) -> int:
+        """Bytes that may be taken: those asked for, or a share of what is free."""
+        return budget_of(self.device, self.options.memory_budget)
+
+    @property
     def _budget(self) -> int | None:
         budget = self.options.memory_budget
         return None if budget is None else parse_bytes(budget)
@@ -458,7 +463,7 @@ class Linearizer:
         needed = numbers * self.dtype.itemsize
         if needed < 2**28:
             return
-        budget = budget_of(self.device, self.options.memory_budget)
+        budget = self.budget
         if needed > budget:
             raise InsufficientMemoryError(
                 f"{what} take {human_bytes(needed)} on {self.device}, the budget is "
