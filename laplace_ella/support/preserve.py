@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -40,11 +40,11 @@ def undisturbed(model: nn.Module, *, create_graph: bool = False) -> Iterator[Non
             model.eval()
             torch.set_grad_enabled(create_graph)
             yield
-        finally:
+        finally:  # in place: an interrupt may come before a function has begun
             try:
-                _to_the_end(restore)
-            except KeyboardInterrupt:  # which came before interrupts wait
-                _to_the_end(restore)
+                restore()
+            except KeyboardInterrupt:
+                restore()
                 raise
 
 
@@ -98,23 +98,6 @@ def _restoring(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-T = TypeVar("T")
-
-
-def _to_the_end(work: Callable[[], T]) -> T:
-    """Call a function, over again where it is interrupted, and then pass that on."""
-    interrupt = None
-    while True:
-        try:
-            result = work()
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
-    return result
-
-
 # Random states
 
 
@@ -127,7 +110,11 @@ def random_states(*loaders: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        _write(sources, before)
+        try:
+            _write(sources, before)
+        except KeyboardInterrupt:
+            _write(sources, before)
+            raise
 
 
 def seeded_iteration(loader: Iterable[Any]) -> Iterator[Any]:
@@ -166,7 +153,11 @@ def seeded_iteration(loader: Iterable[Any]) -> Iterator[Any]:
         except StopIteration:
             return
         finally:
-            inside = _to_the_end(partial(put_back, outside, before))
+            try:
+                inside = put_back(outside, before)
+            except KeyboardInterrupt:
+                _write(sources, outside)
+                raise
         quiet = _same(before[:N_GLOBAL], inside[:N_GLOBAL])
         if watched and quiet and threading.active_count() > 1:
             watched, sources, inside = False, sources[N_GLOBAL:], inside[N_GLOBAL:]
