@@ -17,10 +17,18 @@ from torch import nn
 
 from laplace_ella.support.batches import has_values
 
-#: One lock per model: modes are switched and parameters replaced while it is
-#: differentiated, so that two threads must not do so at the same time.
-_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_locks_guard = threading.Lock()
+
+class _Use:
+    """Whether a model is at work: modes are switched and parameters replaced while it
+    is differentiated, so that two threads must not do so at the same time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.begun = False
+
+
+_uses: WeakKeyDictionary[nn.Module, _Use] = WeakKeyDictionary()
+_uses_guard = threading.Lock()
 
 
 @contextmanager
@@ -29,23 +37,32 @@ def undisturbed(model: nn.Module, *, create_graph: bool = False) -> Iterator[Non
 
     Parameters, buffers, `.grad`, `requires_grad`, modes and attributes of all modules
     are what they were, also after an interrupt (Ctrl-C) at any moment: transforms
-    replace parameters while the model runs, and may not come to the end of it.
-    One thread at a time: another one that works with the same model waits.
+    replace parameters while the model runs, and may not come to the end of it. The
+    outermost of nested blocks puts them back, because an interrupt can delay the end
+    of an inner one. Another thread that works with the same model waits.
     """
-    with _locks_guard:
-        lock = _locks.setdefault(model, threading.RLock())
-    with lock, torch.inference_mode(False):  # derivatives need what it leaves out
-        restore = _restoring(model)
-        try:
-            model.eval()
-            torch.set_grad_enabled(create_graph)
-            yield
-        finally:  # in place: an interrupt may come before a function has begun
+    with _uses_guard:
+        use = _uses.setdefault(model, _Use())
+    with use.lock:
+        if use.begun:
+            with torch.set_grad_enabled(create_graph):
+                yield
+            return
+        with torch.inference_mode(False):  # derivatives need what it leaves out
+            restore = _restoring(model)
             try:
-                restore()
-            except KeyboardInterrupt:
-                restore()
-                raise
+                use.begun = True
+                model.eval()
+                torch.set_grad_enabled(create_graph)
+                yield
+            finally:  # in place: an interrupt may come before a function has begun
+                try:
+                    restore()
+                except KeyboardInterrupt:
+                    restore()
+                    raise
+                finally:
+                    use.begun = False
 
 
 def _restoring(model: nn.Module) -> Callable[[], None]:
