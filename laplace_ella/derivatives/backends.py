@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from laplace import curvature
 
-from laplace_ella.derivatives.jacobians import (
-    pull_back,
-    rows_by_loop,
-    rows_by_vmap,
-)
+from laplace_ella.derivatives.jacobians import pull_back, rows_by_loop, rows_by_vmap
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import RowMode
 from laplace_ella.errors import UnsupportedLayerError
@@ -70,20 +66,18 @@ def resolve(
     kwargs = dict(backend_kwargs or {})
     if isinstance(backend, curvature.CurvatureInterface):
         # `la.backend` is one: clients copy a posterior attribute by attribute.
-        sampled = getattr(backend, "stochastic", False)  # GGN backends have it
-        kwargs = {"stochastic": sampled, **kwargs} if sampled else kwargs
+        kwargs.setdefault("stochastic", getattr(backend, "stochastic", False))
         backend = type(backend)
-    asked, kind, name = RowMode.AUTO, Curvature.GGN, ""
+    kind, name = Curvature.GGN, ""
     if backend is not None:
         asked, kind = _meaning(backend)
         name = backend.__name__
-    if asked is not RowMode.AUTO:
-        if row_mode not in (RowMode.AUTO, asked):
+        if row_mode not in (RowMode.AUTO, asked) and asked is not RowMode.AUTO:
             raise ValueError(
                 f"backend={name} takes rows by {asked.value!r}, row_mode "
                 f"asks for {row_mode.value!r}. Leave one of them out."
             )
-        row_mode = asked
+        row_mode = row_mode if asked is RowMode.AUTO else asked
     if row_mode in BACKEND_OF:
         _, library, module, distribution = BACKEND_OF[row_mode]
         try:
@@ -93,26 +87,21 @@ def resolve(
                 f"Rows by {library} need the package {distribution!r}: pip "
                 f"install {distribution}, or use backend=None."
             ) from error
-    if asdl_fisher_kwargs:
+    given = kwargs.pop("stochastic", False)
+    ignored = sorted({*kwargs, *(asdl_fisher_kwargs or {})})
+    if ignored:
         raise ValueError(
-            f"asdl_fisher_kwargs={dict(asdl_fisher_kwargs)} are for ASDL's Fisher, "
-            "which ELLA does not use. Leave them out."
-        )
-    given = kwargs.pop("stochastic", None)
-    if kwargs:
-        raise ValueError(
-            "backend_kwargs may only have 'stochastic', got "
-            f"{sorted(kwargs)} as well. Everything else is an argument of the "
-            "posterior itself."
+            "backend_kwargs may only have 'stochastic', and asdl_fisher_kwargs, which "
+            f"are for a Fisher that ELLA does not use, nothing; got {ignored}. "
+            "Everything else is an argument of the posterior itself."
         )
     # A number of samples says more than True.
-    if stochastic and given not in (None, True, stochastic):
+    if stochastic and given not in (None, False, True, stochastic):
         raise ValueError(
             f"backend_kwargs has stochastic={given!r}, the posterior stochastic="
             f"{stochastic!r}. Leave one of them out."
         )
-    if given is not None and not stochastic:
-        stochastic = given
+    stochastic = stochastic or given or False
     if stochastic and kind is Curvature.EMPIRICAL_FISHER:
         raise ValueError(
             f"stochastic={stochastic!r} samples targets from the model, backend={name} "
@@ -187,6 +176,11 @@ def check_rows(mode: RowMode, fn: ModelFunction, batch: Batch, n_outputs: int) -
     give wrong numbers. Two rows in one pass, because with one a layer that confuses the
     examples goes unnoticed; every output is in both, so that no layer is left out.
     """
+    refusal = (
+        f"{BACKEND_OF[mode][1]} does not support %s as this model uses it: %s. Use "
+        "backend=CurvlinopsGGN or None (CurvlinopsEF for the empirical Fisher), which "
+        "work for every layer."
+    )
     two = batch.take(torch.tensor([0, batch.size - 1], device=fn.device))
     slope = torch.linspace(1, 2, n_outputs, device=fn.device, dtype=fn.dtype)
     combinations = torch.stack([slope, slope.flip(0) - 3 * slope])
@@ -195,8 +189,8 @@ def check_rows(mode: RowMode, fn: ModelFunction, batch: Batch, n_outputs: int) -
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise _unsupported(mode, "one of the layers", cause) from error
+        said = "one of the layers", f"{type(error).__name__}: {error}"
+        raise UnsupportedLayerError(refusal % said) from error
     if not has_values(rows):
         return
     # Both rows from one forward pass: one per example rounds differently, and a unit
@@ -212,13 +206,5 @@ def check_rows(mode: RowMode, fn: ModelFunction, batch: Batch, n_outputs: int) -
         if not ((a - e).norm(dim=1) <= tolerance * (e.norm(dim=1) + least)).all():
             owner = name.rpartition(".")[0]
             layer = f"{type(fn.model.get_submodule(owner)).__name__} ({owner!r})"
-            cause = f"the gradient of {name!r} differs from autograd's"
-            raise _unsupported(mode, layer, cause)
-
-
-def _unsupported(mode: RowMode, layer: str, cause: str) -> UnsupportedLayerError:
-    return UnsupportedLayerError(
-        f"{BACKEND_OF[mode][1]} does not support {layer} as this model uses it: "
-        f"{cause}. Use backend=CurvlinopsGGN or None (CurvlinopsEF for the empirical "
-        "Fisher), which work for every layer."
-    )
+            said = layer, f"the gradient of {name!r} differs from autograd's"
+            raise UnsupportedLayerError(refusal % said)

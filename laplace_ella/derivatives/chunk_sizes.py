@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ExampleBytes", "PassCost", "pass_limit"]
+from laplace_ella.derivatives.modes import FeatureMode, RowMode
+from laplace_ella.support.memory import parse_bytes
 
 #: Bytes that one pass may take, and as much again its results; the share of a memory
 #: budget that they may take where one is given.
@@ -29,24 +30,12 @@ ENOUGH_VECTORS = 32
 LIVE_RESULTS = 4
 
 
-@dataclass(frozen=True)
-class ExampleBytes:
-    """Bytes of the largest and of all results that a backward pass of one example of
-    the first batch needs."""
-
-    largest: int
-    total: int
-
-    def scaled(self, factor: float) -> ExampleBytes:
-        """Return the same for results so many times as large."""
-        largest, total = int(factor * self.largest), int(factor * self.total)
-        return ExampleBytes(max(1, largest), max(1, total))
-
-
-def pass_limit(device: torch.device, budget: int | None) -> int:
+def pass_limit(device: torch.device, budget: int | float | str | None) -> int:
     """Return the bytes that one pass may take, and as much again its results."""
     limit = PASS_BYTES["cuda" if device.type == "cuda" else "cpu"]
-    return limit if budget is None else min(limit, int(PASS_SHARE * budget))
+    return (
+        limit if budget is None else min(limit, int(PASS_SHARE * parse_bytes(budget)))
+    )
 
 
 @dataclass(frozen=True)
@@ -58,13 +47,29 @@ class PassCost:
     each: int = 0
     shared: int = 0
 
+    @classmethod
+    def of(
+        cls, mode: FeatureMode | RowMode | None, largest: float, total: float, row: int
+    ) -> PassCost:
+        """Return what a mode takes, or outputs alone if it is None: `largest` and
+        `total` bytes of what a backward pass of one example needs, `row` of a row."""
+        largest, total = max(1, int(largest)), max(1, int(total))
+        if mode is None:
+            return cls(LIVE_RESULTS * largest)
+        if mode is FeatureMode.FORWARD:
+            return cls(LIVE_RESULTS * largest, LIVE_RESULTS * largest, row)
+        if mode is FeatureMode.DOUBLE_REVERSE:
+            return cls(LIVE_RESULTS * total, shared=row)
+        # Each row has a gradient and a copy, and its way back through the layers.
+        return cls(2 * total, 2 * (row + largest))
+
     def bytes(self, n_examples: int, n_vectors: int) -> int:
         """Return the bytes of such a pass."""
         each = self.base + n_vectors * self.each
         return n_examples * each + n_vectors * self.shared
 
     def sizes(
-        self, n_vectors: int, device: torch.device, budget: int | None
+        self, n_vectors: int, device: torch.device, budget: int | float | str | None
     ) -> tuple[int, int]:
         """Return how many examples, with how many of their vectors, make one pass."""
         limit = pass_limit(device, budget)

@@ -1,8 +1,7 @@
 """Rows cᵀJ(x) of the Jacobian and features J(x)V, one pure function for each mode.
 
-`rows_by_vmap`, `rows_by_loop` and `rows_by_backend` (in `backends.py`) have one
-signature; so have `features_by_forward` and `features_by_double_vjp`. Rows times V are
-features as well.
+Rows times V are features as well. All modes of rows have one signature, all modes of
+features another.
 
 Index legend: B batch, O outputs of one example in the model's order, o combinations of
 them, P parameters, K rank.
@@ -50,9 +49,6 @@ class Features:
     outputs: torch.Tensor | None = None
 
 
-# Which outputs
-
-
 def largest(f: torch.Tensor, n: int) -> torch.Tensor:
     """Return where the n largest of the last dimension are, the largest first.
 
@@ -89,7 +85,7 @@ def rows_by_vmap(
     def single(
         leaves: list[torch.Tensor], cotangents: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        one = batch.with_leaves([v.unsqueeze(0) for v in leaves], 1).inputs
+        one = batch.with_leaves([leaf.unsqueeze(0) for leaf in leaves]).inputs
         f, pull = vjp(lambda p: fn(p, one).flatten(), params)[:2]
         if len(cotangents) == 1:  # one batched dimension less
             grads = [g.unsqueeze(0) for g in pull(cotangents[0].to(f))[0]]
@@ -98,7 +94,7 @@ def rows_by_vmap(
         return f.to(fn.dtype), times_directions(grads, tangents, fn.dtype)
 
     with torch.set_grad_enabled(create_graph):
-        return vmap(single, randomness="same")(list(batch.leaves), cotangents)
+        return vmap(single, randomness="same")(batch.leaves, cotangents)
 
 
 def rows_by_loop(
@@ -124,24 +120,17 @@ def pull_back(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return outputs `(B, O)` and uᵀJ(x), summed over the batch, for cotangents u
     `(n, B, O)` and one forward pass: gradients `(n, *shape)` of each parameter."""
+    how = {"retain_graph": True, "create_graph": create_graph}
     with torch.enable_grad():
         params = [p.requires_grad_() for p in fn.parameters()]
         f = fn(params, x).flatten(1)
         rows = [
-            torch.autograd.grad(
-                f,
-                params,
-                cotangent.to(f),
-                retain_graph=True,
-                create_graph=create_graph,
-                materialize_grads=True,
-            )
-            for cotangent in cotangents
+            torch.autograd.grad(f, params, u.to(f), materialize_grads=True, **how)
+            for u in cotangents
         ]
     f = f.to(fn.dtype)
-    return f if create_graph else f.detach(), [
-        torch.stack(grads) for grads in zip(*rows, strict=True)
-    ]
+    gradients = [torch.stack(grads) for grads in zip(*rows, strict=True)]
+    return f if create_graph else f.detach(), gradients
 
 
 def times_directions(
@@ -200,7 +189,7 @@ def features_by_double_vjp(
     create_graph: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same as the derivative of u ↦ uᵀJ, which is linear in u, at v_k."""
-    columns = []
+    columns, how = [], {"retain_graph": True, "create_graph": create_graph}
     with torch.enable_grad():
         params = tuple([p.requires_grad_() for p in fn.parameters()])
         f = fn(params, batch.inputs).flatten(1)
@@ -210,14 +199,10 @@ def features_by_double_vjp(
             f, params, u, create_graph=True, materialize_grads=True
         )
         used = [i for i, g in enumerate(pulled) if g.requires_grad]
+        products = [pulled[i] for i in used]
         for tangent in zip(*fn.split(directions), strict=True):
-            (column,) = torch.autograd.grad(
-                [pulled[i] for i in used],
-                u,
-                [tangent[i].to(pulled[i]) for i in used],
-                retain_graph=True,
-                create_graph=create_graph,
-            )
+            v = [tangent[i].to(pulled[i]) for i in used]
+            (column,) = torch.autograd.grad(products, u, v, **how)
             columns.append(column.to(fn.dtype))
     f, phi = f.to(fn.dtype), torch.stack(columns, dim=-1)
     return (f, phi) if create_graph else (f.detach(), phi.detach())

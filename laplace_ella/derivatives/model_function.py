@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from laplace_ella.support.batches import tensors_of, with_tensors
+from laplace_ella.support.batches import map_tensors, tensors_of
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -20,14 +22,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     module itself.
     """
     while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-            continue
         # A private name of torch.compile's wrapper, which has no public one.
-        compiled = getattr(model, "_orig_mod", None)
-        if not isinstance(compiled, nn.Module):
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
             return model
-        model = compiled
+        model = inner
 
 
 def refuse_sharded(model: nn.Module) -> None:
@@ -103,10 +104,8 @@ class ModelFunction:
     def dtype(self) -> torch.dtype:
         """Return the dtype of rows, features and basis: the parameters', float32 at
         least."""
-        dtype = torch.float32
-        for p in self.parameters():
-            dtype = torch.promote_types(dtype, p.dtype)
-        return dtype
+        dtypes = [p.dtype for p in self.parameters()]
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
     @property
     def device(self) -> torch.device:
@@ -116,8 +115,7 @@ class ModelFunction:
     def flat(self) -> torch.Tensor:
         """Return the current values as one vector `(P,)`, in float32 at least."""
         # reshape, not view: parameters may be transposed or channels_last
-        values = torch.cat([p.reshape(-1) for p in self.parameters()])
-        return values.to(torch.promote_types(values.dtype, torch.float32))
+        return torch.cat([p.reshape(-1) for p in self.parameters()]).to(self.dtype)
 
     def split(self, vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return vectors `(..., P)` as parameters `(..., *shape)`; views where
@@ -132,30 +130,23 @@ class ModelFunction:
         own."""
         # Copies, made inside any transform: a forward pass may count in place. The
         # inputs are copied always: they are small beside the activations.
-        x = with_tensors(x, [self._copy(t) for t in tensors_of(x)])
-        kwargs = with_tensors(kwargs, [self._copy(t) for t in tensors_of(kwargs)])
+        x, kwargs = map_tensors(self._copy, (x, kwargs))
         given = dict(zip(self.names, params, strict=True))
+        # Parameters first: a buffer of a module may be the parameter of another.
+        values: dict[int, torch.Tensor] = {}
+        for name, p in self.model.named_parameters():
+            own = given[name] if name in given else self._cast(p.detach())
+            values[id(p)] = own
         # Modules may share tensors and occur in several places: by `tie_weights` a
         # module that occurs twice would lose its parameters, so that every name of a
-        # tensor is given. Parameters first: a buffer elsewhere may be one of them.
+        # tensor is given.
         state: dict[str, torch.Tensor] = {}
-        first: dict[int, torch.Tensor] = {}
-        modules = list(self.model.named_modules())
-        for prefix, module in modules:
-            for name, p in module.named_parameters(
-                prefix, recurse=False, remove_duplicate=False
-            ):
-                if id(p) not in first:  # detached: no graph through the layers below
-                    own = given[name] if name in given else self._cast(p.detach())
-                    first[id(p)] = own
-                state[name] = first[id(p)]
-        for prefix, module in modules:
-            for name, buffer in module.named_buffers(
-                prefix, recurse=False, remove_duplicate=False
-            ):
-                if id(buffer) not in first:
-                    first[id(buffer)] = self._copy(buffer)
-                state[name] = first[id(buffer)]
+        for prefix, module in self.model.named_modules():
+            for tensors in (module.named_parameters, module.named_buffers):
+                for name, t in tensors(prefix, recurse=False, remove_duplicate=False):
+                    if id(t) not in values:
+                        values[id(t)] = self._copy(t)
+                    state[name] = values[id(t)]
         f = functional_call(self.model, state, (x,), kwargs, tie_weights=False)
         return f if isinstance(f, torch.Tensor) else getattr(f, "logits", f)
 
@@ -175,12 +166,12 @@ class ModelFunction:
         outputs = f.nbytes if isinstance(f, torch.Tensor) else 1
         return f, max([outputs, *kept.values()]), sum([outputs, *kept.values()])
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.asked_dtype) if tensor.is_floating_point() else tensor
+    def _cast(self, tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
+        dtype = self.asked_dtype if tensor.is_floating_point() else None
+        return tensor.to(dtype or tensor.dtype, copy=copy)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        cast = self._cast(tensor)
-        return cast.clone() if cast is tensor else cast
+        return self._cast(tensor, copy=True)
 
 
 def _place(tensor: torch.Tensor) -> int:
@@ -191,37 +182,30 @@ def _place(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def clearer_error(
-    model: nn.Module,
-    x: Any,
-    error: Exception,
-    known: tuple[tuple[int, ...], ...],
-) -> Exception | None:
-    """Return a clearer error, where the inputs and not the model are at fault.
+@contextmanager
+def clearer_errors(x: Any, example_shapes: Any) -> Iterator[None]:
+    """Say more about errors of a model where its inputs x are at fault.
 
-    `known` has the shapes of one example on which the model ran before.
+    `example_shapes` has the shapes of one example on which the model ran before.
     """
-    if isinstance(x, Mapping) and isinstance(error, (TypeError, AttributeError)):
-        first = str(next(iter(x), "input_ids"))
-        return TypeError(
-            "The model was called with the whole mapping as its one argument and "
-            f"raised {type(error).__name__}: {error}. If it takes a tensor, or the "
-            f"entries {sorted(map(str, x))} as keywords, wrap it: a torch.nn.Module "
-            "that holds it as self.net, whose forward(self, batch) returns "
-            f"self.net(batch[{first!r}]) or self.net(**batch).logits."
-        )
-    tensors = tensors_of(x)
-    whole = tuple(tuple(t.shape) for t in tensors)
-    if whole == known:
-        return ValueError(
-            f"Inputs of shape {', '.join(map(str, whole))} are one example of those "
-            "that the model saw before, without a batch dimension: pass "
-            f"x.unsqueeze(0). The model raised {type(error).__name__}: {error}"
-        )
-    if tensors and all(t.ndim < 2 for t in tensors):
-        return ValueError(
-            "The inputs have no other dimension than the batch. If they were meant "
-            "as one example, pass x.unsqueeze(0). With one number per example the "
-            f"model raised {type(error).__name__}: {error}"
-        )
-    return None
+    try:
+        yield
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(x, Mapping) and isinstance(error, (TypeError, AttributeError)):
+            first = str(next(iter(x), "input_ids"))
+            raise TypeError(
+                "The model was called with the whole mapping as its one argument and "
+                f"raised {said}. If it takes a tensor, or the entries "
+                f"{sorted(map(str, x))} as keywords, wrap it: a torch.nn.Module "
+                "that holds it as self.net, whose forward(self, batch) returns "
+                f"self.net(batch[{first!r}]) or self.net(**batch).logits."
+            ) from error
+        shapes = tuple(tuple(t.shape) for t in tensors_of(x))
+        if shapes == example_shapes or all(len(shape) < 2 for shape in shapes):
+            raise ValueError(
+                f"Inputs of shape {', '.join(map(str, shapes))} have no other "
+                "dimension than the batch, or are one example: for one example pass "
+                f"x.unsqueeze(0). The model raised {said}"
+            ) from error
+        raise

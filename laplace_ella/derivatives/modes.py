@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -13,14 +13,7 @@ from laplace_ella.support.memory import parse_bytes
 
 
 class FeatureMode(str, Enum):
-    """Ways to compute the features of B examples; costs in forward passes.
-
-    Examples
-    --------
-    >>> from laplace_ella import ComputeOptions
-    >>> ComputeOptions(feature_mode="reverse").feature_mode.name
-    'REVERSE'
-    """
+    """Ways to compute the features of B examples; costs in forward passes."""
 
     AUTO = "auto"
     """Choose at the fit: by cost, and by a measurement where the costs are close."""
@@ -38,14 +31,7 @@ class FeatureMode(str, Enum):
 
 
 class RowMode(str, Enum):
-    """How the gradients of B examples are computed; all modes give the same rows.
-
-    Examples
-    --------
-    >>> from laplace_ella import ComputeOptions
-    >>> ComputeOptions(row_mode="loop").row_mode.name
-    'LOOP'
-    """
+    """How the gradients of B examples are computed; all modes give the same rows."""
 
     AUTO = "auto"
     """Try `vmap` and `loop` on one batch and keep the fastest that works."""
@@ -101,49 +87,34 @@ class ComputeOptions:
     basis_device: torch.device | None = None
 
     def __post_init__(self) -> None:
-        changes: dict[str, Any] = {
-            "feature_mode": member(FeatureMode, "feature_mode", self.feature_mode),
-            "row_mode": member(RowMode, "row_mode", self.row_mode),
-        }
+        settle, dtype = partial(object.__setattr__, self), self.basis_dtype
+        settle("feature_mode", member(FeatureMode, "feature_mode", self.feature_mode))
+        settle("row_mode", member(RowMode, "row_mode", self.row_mode))
         if self.chunk_size is not None:
-            changes["chunk_size"] = positive_int("chunk_size", self.chunk_size)
+            positive_int("chunk_size", self.chunk_size)
         if self.memory_budget is not None:
             parse_bytes(self.memory_budget)
-        dtype = self.basis_dtype
-        if dtype is not None and not (
-            isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        ):
+        if not (dtype is None or getattr(dtype, "is_floating_point", False)):
             raise ValueError(
                 "basis_dtype must be a floating-point dtype such as torch.bfloat16, "
                 f"got {dtype!r}."
             )
         if self.basis_device is not None:
-            changes["basis_device"] = torch.device(self.basis_device)
-        for name, value in changes.items():
-            object.__setattr__(self, name, value)
+            settle("basis_device", torch.device(self.basis_device))
 
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of differentiation that were chosen, or None.
-
-    Attributes
-    ----------
-    features : FeatureMode, optional
-    rows : RowMode, optional
-        of gradients, also for features in reverse mode
+    """The modes that were chosen, `la.modes`, or None: of features, and of gradients,
+    which are also those of features in reverse mode.
 
     Examples
     --------
     >>> import torch
-    >>> from laplace import Laplace
-    >>> from torch.utils.data import DataLoader, TensorDataset
-    >>> import laplace_ella
-    >>> model = torch.nn.Linear(2, 3)
-    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
-    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
-    >>> la.fit(DataLoader(data, batch_size=25))
-    >>> la.modes.features.value in {"forward", "reverse"}
+    >>> from laplace_ella import ELLALaplace
+    >>> la = ELLALaplace(torch.nn.Linear(2, 3), "regression")
+    >>> la.fit([(torch.randn(50, 2), torch.randn(50, 3))])
+    >>> la.modes.rows.value in {"vmap", "loop"}
     True
     """
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from laplace_ella.derivatives.backends import BACKEND_OF, ROWS, check_rows
 from laplace_ella.derivatives.jacobians import FEATURES, one_hot
-from laplace_ella.derivatives.linearizer import ExampleBytes, Linearizer
-from laplace_ella.derivatives.model_function import ModelFunction, clearer_error
+from laplace_ella.derivatives.linearizer import Linearizer
+from laplace_ella.derivatives.model_function import ModelFunction, clearer_errors
 from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, Modes, RowMode
 from laplace_ella.errors import NotDifferentiableError
 from laplace_ella.support.batches import Batch, OutputLayout, check_outputs
@@ -27,7 +27,6 @@ logger = logging.getLogger("laplace_ella")
 #: Examples of a trial at least, since a first batch may be smaller than those to come;
 #: examples of a way that takes them one by one; and directions at most.
 FEWEST_EXAMPLES, FEW_EXAMPLES, MOST_DIRECTIONS = 16, 2, 256
-
 
 #: A first run longer than this many seconds is not repeated; shorter ones are, since
 #: the first one also builds kernels and gets memory from the system.
@@ -50,10 +49,8 @@ def linearize(
     memory it takes; nothing is differentiated yet.
     """
     for module in fn.model.modules():
-        if (
-            isinstance(module, nn.modules.batchnorm._BatchNorm)
-            and module.running_mean is None
-        ):
+        norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if norm and module.running_mean is None:
             raise ValueError(
                 "A batch normalisation uses the statistics of the batch in "
                 "evaluation mode, too, as with track_running_stats=False: the "
@@ -61,38 +58,19 @@ def linearize(
                 "no derivative of their own. Give it running statistics, or use "
                 "nn.GroupNorm or nn.InstanceNorm2d."
             )
-    batch = Batch.of(x_first, dict_key_x)
-    one = batch.take(slice(0, 1))
-    one = one.with_leaves([t.detach() for t in one.leaves], one.size)
-    try:
-        with differentiation():
-            f, most, total = fn.activation_bytes(one.inputs)
-        f = check_outputs(f, layout, one.size)
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:
-        better = clearer_error(fn.model, one.inputs, error, ())
-        if better is None:
-            raise
-        raise better from error
-    return Linearizer(
-        fn,
-        layout,
-        dict_key_x,
-        options,
-        tuple(f.shape[1:]),
-        ExampleBytes(most, total),
-        batch.example_shapes,
-        Modes(),
-    )
+    one = Batch.of(x_first, dict_key_x).take(slice(0, 1))
+    with clearer_errors(one.inputs, ()), differentiation():
+        f, largest, total = fn.activation_bytes(one.inputs)
+        shape = tuple(check_outputs(f, layout, one.size).shape[1:])
+    known = shape, one.example_shapes, largest, total
+    return Linearizer(fn, layout, dict_key_x, options, *known, Modes())
 
 
 def decide(linearizer: Linearizer, x: Any, rank: int) -> Linearizer:
     """Return the linearizer with the fastest modes for K directions, tried on x."""
-    batch, fn = linearizer.batch(x, detach=True), linearizer.fn
-    device, dtype = linearizer.device, linearizer.dtype
-    n_values, options = linearizer.positions(batch).n_values, linearizer.options
-    size = max(batch.size, FEWEST_EXAMPLES)
+    (batch, positions), fn = linearizer.batch(x), linearizer.fn
+    device, dtype, options = linearizer.device, linearizer.dtype, linearizer.options
+    n_values, size = positions.n_values, max(batch.size, FEWEST_EXAMPLES)
     batch = batch.take(torch.arange(size, device=device) % batch.size)
     # The values of the directions do not matter: one for all takes no memory.
     rank = min(rank, MOST_DIRECTIONS)
@@ -102,7 +80,7 @@ def decide(linearizer: Linearizer, x: Any, rank: int) -> Linearizer:
         mode: RowMode, n: int = 1, directions: torch.Tensor | None = None
     ) -> float:
         """Differentiate in one pass n outputs of as many examples as fit."""
-        examples, together = linearizer.pass_sizes(batch, mode, n)
+        examples, together = linearizer.pass_sizes(batch, positions, mode, n)
         examples = FEW_EXAMPLES if mode is RowMode.LOOP else min(examples, size)
         numbers = torch.arange(together, device=device)
         units = one_hot(numbers.expand(examples, -1), n_values, dtype)
@@ -110,7 +88,7 @@ def decide(linearizer: Linearizer, x: Any, rank: int) -> Linearizer:
         return examples * (together + 1) / (n + 1)
 
     def features(mode: FeatureMode) -> float:
-        examples, together = linearizer.pass_sizes(batch, mode, rank)
+        examples, together = linearizer.pass_sizes(batch, positions, mode, rank)
         some, V = batch.take(slice(0, examples)), directions[:together]
         FEATURES[mode](fn, some, V)
         return some.size * together / rank
@@ -128,10 +106,9 @@ def decide(linearizer: Linearizer, x: Any, rank: int) -> Linearizer:
             FeatureMode.DOUBLE_REVERSE: partial(features, FeatureMode.DOUBLE_REVERSE),
             FeatureMode.REVERSE: partial(rows, way, n_values, directions),
         }
-        instead = {FeatureMode.DOUBLE_REVERSE: FeatureMode.FORWARD}
         if options.feature_mode is not FeatureMode.AUTO:
             ways = {options.feature_mode: ways[options.feature_mode]}
-        mode = fastest(ways, device, instead)
+        mode = fastest(ways, device)
     logger.info("rows of the Jacobian by %s", way.value)
     logger.info("features by %s", mode.value)
     modes, autocast = Modes(mode, way), autocast_enabled(device)
@@ -141,20 +118,16 @@ def decide(linearizer: Linearizer, x: Any, rank: int) -> Linearizer:
 W = TypeVar("W", bound=Enum)
 
 
-def fastest(
-    ways: Mapping[W, Callable[[], float]],
-    device: torch.device,
-    instead: Mapping[W, W] | None = None,
-) -> W:
+def fastest(ways: Mapping[W, Callable[[], float]], device: torch.device) -> W:
     """Return the fastest way that works, or raise an error with what each one said.
 
     A trial is one pass, and returns how much work it did, in units that can be
-    compared. Ways of `instead` are tried where another one before them failed.
+    compared. The double-reverse mode is tried where forward mode failed.
     """
     seconds: dict[W, float] = {}
     failures: dict[str, Exception] = {}
     for way, trial in ways.items():
-        if (instead or {}).get(way) in seconds:
+        if way == FeatureMode.DOUBLE_REVERSE and FeatureMode.FORWARD in seconds:
             continue
         try:
             seconds[way] = _seconds(trial, device, repeat=len(ways) > 1)
@@ -179,10 +152,10 @@ def _seconds(trial: Callable[[], float], device: torch.device, repeat: bool) -> 
     can only make one slower."""
     runs: list[float] = []
     spent, on_gpu = 0.0, device.type == "cuda" and torch.cuda.is_available()
+    # On a CPU this thread takes part in all work; while others have its core it does
+    # not count.
+    clock = time.perf_counter if on_gpu else time.thread_time
     while True:
-        # On a CPU this thread takes part in all work; while others have its core it
-        # does not count.
-        clock = time.perf_counter if on_gpu else time.thread_time
         start = clock()
         with differentiation():
             work = trial()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from laplace_ella.derivatives.linearizer import ExampleBytes, Linearizer
+from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, Modes, RowMode
 from laplace_ella.errors import CheckpointWarning, warn_caller
@@ -76,7 +76,7 @@ _KINDS = {
     kind.__name__: kind
     for kind in (
         *(Fit, CurvatureSum, TrainingRows, NystromBasis, Span, Sketch, Progress),
-        *(Linearizer, ExampleBytes, Modes, FeatureMode, RowMode, Complement),
+        *(Linearizer, Modes, FeatureMode, RowMode, Complement),
     )
 }
 

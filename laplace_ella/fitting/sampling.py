@@ -32,9 +32,8 @@ from laplace_ella.support.batches import (
     Positions,
     batch_size,
     has_values,
+    map_tensors,
     take,
-    tensors_of,
-    with_tensors,
 )
 from laplace_ella.support.checks import check_finite
 from laplace_ella.support.preserve import autocast_enabled
@@ -147,7 +146,7 @@ def _fit_of(
         dtype=linearizer.dtype,
         linearizer=linearizer,
         curvature_rows=plan.has_curvature_rows,
-        examples=with_tensors(some, [t.clone() for t in tensors_of(some)]),
+        examples=map_tensors(torch.clone, some),
         **found,
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -46,7 +46,6 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, torch.Tensor]:
         x, y = batch
         listed = isinstance(y, (list, tuple, np.ndarray))
         return x, torch.as_tensor(y) if listed else y
-    _refuse_graphs(batch)
     got = f"a {type(batch).__name__}"
     if isinstance(batch, (tuple, list)):
         got += f" of length {len(batch)}"
@@ -70,14 +69,13 @@ def tensors_of(x: Any) -> list[torch.Tensor]:
     return parts
 
 
-def with_tensors(x: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Return `x` with other tensors in place of `tensors_of(x)`; containers are copied,
-    all else is shared."""
-    tensors = iter(tensors)
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
+    """Return `x` with `function(t)` in place of its tensors t, in the order of
+    `tensors_of`; containers are copied, all else is shared."""
     if isinstance(x, torch.Tensor):
-        return next(tensors)
+        return function(x)
     if isinstance(x, Mapping):
-        changed = {key: with_tensors(value, tensors) for key, value in x.items()}
+        changed = {key: map_tensors(function, value) for key, value in x.items()}
         if type(x) is dict or not isinstance(x, MutableMapping):
             return changed
         same = copy.copy(x)  # of its own class, with its other attributes
@@ -85,7 +83,7 @@ def with_tensors(x: Any, tensors: Iterable[torch.Tensor]) -> Any:
             same[key] = value
         return same
     if isinstance(x, (tuple, list)):
-        parts = [with_tensors(value, tensors) for value in x]
+        parts = [map_tensors(function, value) for value in x]
         return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
     return x
 
@@ -93,8 +91,7 @@ def with_tensors(x: Any, tensors: Iterable[torch.Tensor]) -> Any:
 def to_device(x: Any, device: torch.device) -> Any:
     """Move every tensor of `x` to `device`; containers are copied, not changed."""
     # Tensors made in inference mode cannot be saved for a backward pass.
-    moved = [t.to(device, copy=t.is_inference()) for t in tensors_of(x)]
-    return with_tensors(x, moved)
+    return map_tensors(lambda t: t.to(device, copy=t.is_inference()), x)
 
 
 # Examples
@@ -103,21 +100,16 @@ def to_device(x: Any, device: torch.device) -> Any:
 def batch_size(x: Any, dict_key_x: str) -> int:
     """Return the number of examples in model inputs `x`: the length of the tensor
     `x[dict_key_x]` of a mapping, of the first tensor otherwise."""
-    _refuse_graphs(x)
-    if not isinstance(x, (torch.Tensor, Mapping, tuple, list)):
-        raise TypeError(
-            f"Inputs of type {type(x).__name__} are not supported; "
-            "expected a tensor, a mapping or a tuple of tensors."
-        )
     tensors = tensors_of(x)
     if isinstance(x, Mapping):
         named = tensors_of(x.get(dict_key_x))
         tensors = named or [t for t in tensors if t.ndim]
     if not tensors:
-        keys = f" (keys {sorted(map(str, x))})" if isinstance(x, Mapping) else ""
-        raise ValueError(
-            f"The inputs have no tensor{keys}; pass dict_key_x= to say where in a "
-            "mapping they are."
+        raise TypeError(
+            f"Expected inputs (B, ...) in a tensor, a mapping or a tuple, got a "
+            f"{type(x).__name__} without any. Wrap the model in a module that takes a "
+            "tensor or a mapping of tensors with the batch as first dimension (of "
+            "graphs, padded to one size), and let the loader yield (inputs, targets)."
         )
     if tensors[0].ndim == 0:
         raise ValueError(
@@ -127,19 +119,6 @@ def batch_size(x: Any, dict_key_x: str) -> int:
     return len(tensors[0])
 
 
-def _refuse_graphs(x: Any) -> None:
-    """Refuse batches of PyTorch Geometric, which have no examples to slice."""
-    if hasattr(x, "num_graphs") and hasattr(x, "to_data_list"):
-        raise TypeError(
-            f"Inputs of type {type(x).__module__}.{type(x).__name__} are one graph "
-            "made of many, which cannot be split into examples. Wrap the model in a "
-            "module that takes a tensor or a mapping of tensors with the batch as "
-            "first dimension (for example node features padded to (B, nodes, D) and "
-            "adjacency matrices (B, nodes, nodes)), and let the loader yield "
-            "(inputs, targets) of that form."
-        )
-
-
 @dataclass(frozen=True)
 class Batch:
     """Inputs of B examples; which of their tensors have a batch dimension is decided
@@ -147,15 +126,6 @@ class Batch:
 
     A part of a batch may happen to be as long as a tensor that all examples share, so
     the sizes of a part say nothing.
-
-    Attributes
-    ----------
-    inputs : Any
-        what the model is called with: a tensor, or a container of tensors
-    size : int
-        B
-    batched : tuple of bool
-        which of the tensors have one entry per example, in the order of `tensors_of`
     """
 
     inputs: Any
@@ -170,29 +140,27 @@ class Batch:
         return cls(x, size, tuple(batched))
 
     @property
-    def leaves(self) -> tuple[torch.Tensor, ...]:
+    def leaves(self) -> list[torch.Tensor]:
         """Return the tensors with one entry per example."""
-        return tuple(itertools.compress(tensors_of(self.inputs), self.batched))
+        return list(itertools.compress(tensors_of(self.inputs), self.batched))
 
-    def with_leaves(self, leaves: Iterable[torch.Tensor], size: int) -> Batch:
+    def with_leaves(self, leaves: list[torch.Tensor]) -> Batch:
         """Return other examples; what they share stays."""
-        tensors, others = tensors_of(self.inputs), iter(leaves)
-        for i, batched in enumerate(self.batched):
-            tensors[i] = next(others) if batched else tensors[i]
-        return Batch(with_tensors(self.inputs, tensors), size, self.batched)
+        others, batched = iter(leaves), iter(self.batched)
+        inputs = map_tensors(
+            lambda t: next(others) if next(batched) else t, self.inputs
+        )
+        return Batch(inputs, len(leaves[0]), self.batched)
 
     def take(self, index: slice | torch.Tensor) -> Batch:
         """Return the examples `index`, a slice or positions `(m,)`."""
-        leaves = [leaf[index] for leaf in self.leaves]
-        return self.with_leaves(leaves, len(leaves[0]))
+        return self.with_leaves([leaf[index] for leaf in self.leaves])
 
     @property
     def example_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of one example's tensors, without the batch dimension."""
-        shapes = [tuple(t.shape) for t in tensors_of(self.inputs)]
-        for i, batched in enumerate(self.batched):
-            shapes[i] = shapes[i][1:] if batched else shapes[i]
-        return tuple(shapes)
+        tensors = zip(tensors_of(self.inputs), self.batched, strict=True)
+        return tuple([tuple(t.shape[int(batched) :]) for t, batched in tensors])
 
 
 def take(x: Any, index: slice | torch.Tensor, size: int) -> Any:
@@ -227,34 +195,30 @@ class OutputLayout(str, Enum):
     def of(self, shape: torch.Size | tuple[int, ...]) -> Positions:
         """Return the positions of outputs of this shape, without batch dimension."""
         if self is OutputLayout.CHANNELS_FIRST:
-            return Positions(self, tuple(shape[1:]), shape[0])
-        return Positions(self, tuple(shape[:-1]), shape[-1])
+            channels, *positions = shape
+        else:
+            *positions, channels = shape
+        S = math.prod(positions)
+        return Positions(self, tuple(shape), tuple(positions), channels, S)
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The outputs of one example: positions `(...)` and C outputs at each of them."""
+    """The outputs of one example: C channels at each of S positions of some shape.
+
+    Made by `OutputLayout.of`.
+    """
 
     layout: OutputLayout
+    output_shape: tuple[int, ...]
     shape: tuple[int, ...]
     n_channels: int
-
-    @property
-    def n_positions(self) -> int:
-        """Return S."""
-        return math.prod(self.shape)
+    n_positions: int
 
     @property
     def n_values(self) -> int:
         """Return S·C, the number of outputs of one example."""
-        return math.prod(self.shape) * self.n_channels
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """Return the shape of the model's output without the batch dimension."""
-        if self.layout is OutputLayout.CHANNELS_FIRST:
-            return (self.n_channels, *self.shape)
-        return (*self.shape, self.n_channels)
+        return self.n_positions * self.n_channels
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return `(B, S·C, ...)` in the model's order as rows `(B·S, C, ...)`."""
@@ -276,8 +240,6 @@ class Positions:
 
     def restore_positions(self, rows: torch.Tensor) -> torch.Tensor:
         """Return one entry per position, `(B·S, ...)`, as `(B, *positions, ...)`."""
-        if not self.shape:  # one position: the rows are the examples
-            return rows
         return rows.unflatten(0, (-1, *self.shape))
 
 
@@ -290,17 +252,14 @@ def check_outputs(
             f"The model must return a tensor (B, C), got {type(f).__name__}. Wrap it "
             "in a module that returns the logits or means."
         )
-    if layout is OutputLayout.FLAT and f.ndim != 2:
+    flat = layout is OutputLayout.FLAT
+    if f.ndim < 2 or (flat and f.ndim > 2):
+        expected = "a matrix (B, C)" if flat else "a batch and a channel dimension"
         raise ValueError(
-            f"The model must return a matrix (B, C), got shape {tuple(f.shape)}. "
-            "For outputs at many positions pass output_layout='channels_last' "
-            "(B, ..., C) or 'channels_first' (B, C, ...); for one output, return "
-            "shape (B, 1)."
-        )
-    if layout is not OutputLayout.FLAT and f.ndim < 2:
-        raise ValueError(
-            f"output_layout={layout.value!r} expects an output with a batch and a "
-            f"channel dimension, got shape {tuple(f.shape)}."
+            f"The model must return {expected}, got shape {tuple(f.shape)} with "
+            f"output_layout={layout.value!r}. For outputs at many positions pass "
+            "output_layout='channels_last' (B, ..., C) or 'channels_first' "
+            "(B, C, ...); for one output, return shape (B, 1)."
         )
     if size is not None and len(f) != size:
         raise ValueError(

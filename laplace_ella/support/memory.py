@@ -85,10 +85,8 @@ def free_bytes(device: torch.device) -> int | None:
     group = CGROUPS / own[1] if own else CGROUPS
     for folder in (group, *group.parents):
         try:  # any group up to the root may have the limit
-            limit, used = (
-                int((folder / name).read_text())
-                for name in ("memory.max", "memory.current")
-            )
+            limit = int((folder / "memory.max").read_text())
+            used = int((folder / "memory.current").read_text())
             statistics = (folder / "memory.stat").read_text()
         except (OSError, ValueError):  # "max": no limit
             continue
@@ -121,14 +119,8 @@ class MemoryEstimate:
 
     Examples
     --------
-    >>> import torch
-    >>> from laplace import Laplace
-    >>> from torch.utils.data import DataLoader, TensorDataset
-    >>> import laplace_ella
-    >>> model = torch.nn.Linear(2, 3)
-    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
-    >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
-    >>> estimate = la.estimate_memory(DataLoader(data, batch_size=25))
+    >>> from laplace_ella import MemoryEstimate
+    >>> estimate = MemoryEstimate(8_000, 400, 10_000, 10**6, rank=20, n_samples=50)
     >>> estimate.fits, estimate.method
     (True, 'exact')
     """
@@ -140,15 +132,10 @@ class MemoryEstimate:
     rank: int
     n_samples: int
 
-    def _with_rows(self, n: int) -> int:
+    def with_rows(self, n: int) -> int:
         """Return all bytes with n gradients and the decomposition of their Gram
         matrix; the directions of exact fits are computed in their place."""
         return self.basis + n * self.row + GRAM_BYTES * n**2 + self.pass_
-
-    @property
-    def _least(self) -> int:
-        """Return the rows of the smallest summary that still gives K directions."""
-        return min(self.n_samples, self.rank + 5)
 
     @property
     def capacity(self) -> int:
@@ -156,7 +143,7 @@ class MemoryEstimate:
         free = max(0, self.budget - self.basis - self.pass_)
         # The most rows with their Gram matrix: a root of GRAM·m² + row·m = free.
         root = math.isqrt(self.row**2 + 4 * GRAM_BYTES * free)
-        most = max(self._least, (root - self.row) // (2 * GRAM_BYTES))
+        most = max(self.rank + 5, (root - self.row) // (2 * GRAM_BYTES))
         if most >= self.n_samples:
             return self.n_samples
         # A larger buffer makes the sketch slower, not better.
@@ -166,24 +153,24 @@ class MemoryEstimate:
     def buffer(self) -> tuple[int, int]:
         """Return the size of the buffer of gradients, and the rows that it keeps."""
         capacity, K = self.capacity, self.rank
-        if self.method != "streaming":
-            return self.n_samples + 1, self.n_samples
+        if capacity == self.n_samples:
+            return capacity + 1, capacity
         return capacity, min(SKETCH_FACTOR * K, max(K + 2, capacity // 2), capacity - 1)
 
     @property
     def method(self) -> str:
         """Return 'exact' if all gradients fit, else 'streaming'."""
-        return "exact" if self.capacity >= self.n_samples else "streaming"
+        return "exact" if self.capacity == self.n_samples else "streaming"
 
     @property
     def needed(self) -> int:
-        """Return the bytes of the leanest way."""
-        return self._with_rows(self._least)
+        """Return the bytes of the leanest way: a summary with K directions."""
+        return self.with_rows(min(self.n_samples, self.rank + 5))
 
     @property
     def total(self) -> int:
         """Return the bytes of the way that will be taken."""
-        return self._with_rows(self.capacity)
+        return self.with_rows(self.capacity)
 
     @property
     def fits(self) -> bool:
