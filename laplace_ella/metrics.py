@@ -1,9 +1,8 @@
 """Losses, calibration errors and out-of-distribution scores of predictions.
 
-Searches and reports use the same definitions. Scores are plain floats. NaN,
-probabilities that do not sum to one and classes out of range are errors; class indices
-of -100 are not observed, as in `torch.nn.CrossEntropyLoss`, and left out. Index legend:
-N data, C outputs.
+Searches and reports use the same definitions. NaN, probabilities that do not sum to one
+and classes out of range are errors; class indices of -100 are not observed, as in
+`torch.nn.CrossEntropyLoss`, and left out. Index legend: N data, C outputs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributions import MultivariateNormal, kl_divergence
+from torch.distributions import Independent, MultivariateNormal, Normal, kl_divergence
 
 #: Class index of targets that are not observed.
 IGNORED = -100
@@ -51,8 +50,8 @@ def nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
     """Return the mean negative log-probability of the targets.
 
     Targets are class indices `(N,)`, or class probabilities `(N, C)`, for which this is
-    the cross-entropy. A probability of zero counts as the smallest normal float32 (87.3
-    nats), so that one underflow does not make the mean infinite.
+    the cross-entropy. A probability of zero counts as 87.3 nats, so that one underflow
+    does not make the mean infinite.
 
     >>> round(nll(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([0, 0])), 4)
     0.5108
@@ -73,12 +72,9 @@ def nll_per_example(probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def bernoulli_nll_per_example(
     probs: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return the negative log-probability of C labels, `(N,)`, float64.
-
-    `probs` `(N, C)` has the probability of each label, `targets` `(N, C)` is 0 or 1, or
-    a probability between.
-    """
-    _check_same_shape("probs", probs, "targets", targets)
+    """Return the negative log-probability of C labels, `(N,)`, float64: `targets`
+    `(N, C)` are 0 or 1, or probabilities between, `probs` `(N, C)` those predicted."""
+    _check_values(probs=probs, targets=targets)
     _check_probabilities("probs", probs, sum_to_one=False)
     _check_probabilities("targets", targets, sum_to_one=False)
     # 1 − p in float64: in float32 it would lose all digits of a small p
@@ -108,11 +104,9 @@ def reliability_curve(
     correct = (predicted == targets).double()
     index = (confidence * n_bins).long().clamp(0, n_bins - 1)
     count = torch.bincount(index, minlength=n_bins)
-    filled = count > 0
-    n = count[filled]
-    means = torch.bincount(index, confidence, n_bins)[filled] / n
-    shares = torch.bincount(index, correct, n_bins)[filled] / n
-    return ReliabilityCurve(means.tolist(), shares.tolist(), n.tolist())
+    sums = (torch.bincount(index, each, n_bins) for each in (confidence, correct))
+    mean, share = ((each / count)[count > 0].tolist() for each in sums)
+    return ReliabilityCurve(mean, share, count[count > 0].tolist())
 
 
 def brier(probs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -147,7 +141,8 @@ def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:
     >>> ood_auroc(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.7, 0.9]))
     1.0
     """
-    _check_finite(score_in=score_in, score_ood=score_ood)
+    _check_values(score_in=score_in)
+    _check_values(score_ood=score_ood)
     inside, ood = score_in.double().sort().values, score_ood.double().to(score_in)
     below, up_to = (torch.searchsorted(inside, ood, right=r) for r in (False, True))
     return float((below + up_to).double().mean() / (2 * len(inside)))  # ties: one half
@@ -170,8 +165,7 @@ def classification_metrics(
 
 def rmse(mean: torch.Tensor, targets: torch.Tensor) -> float:
     """Return the root mean squared error over all N·C entries."""
-    _check_same_shape("mean", mean, "targets", targets)
-    _check_finite(mean=mean, targets=targets)
+    _check_values(mean=mean, targets=targets)
     return float((mean.double() - targets.double()).square().mean().sqrt())
 
 
@@ -194,23 +188,8 @@ def gaussian_nll_per_example(
     mean: torch.Tensor, variance: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
     """Return the terms of `gaussian_nll`, `(N,)`, float64."""
-    _check_same_shape("mean", mean, "targets", targets)
-    _check_gaussian(mean, variance)
-    _check_finite(mean=mean, variance=variance, targets=targets)
-    residual, variance = targets.double() - mean.double(), variance.double()
-    if variance.ndim == 2:
-        if not (variance > 0).all():
-            raise ValueError(f"variance must be positive, got {float(variance.min())}.")
-        squares, log_det = residual.square() / variance, variance.log().sum(-1)
-    else:
-        factor = _cholesky(variance)  # (N, C, C)
-        whitened = torch.linalg.solve_triangular(
-            factor, residual.unsqueeze(-1), upper=False
-        )
-        squares = whitened.squeeze(-1).square()
-        log_det = 2.0 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    constant = mean.shape[-1] * math.log(2.0 * math.pi)
-    return 0.5 * (squares.sum(-1) + log_det + constant)
+    _check_values(mean=mean, targets=targets)
+    return -_gaussian(mean, variance).log_prob(targets.double())
 
 
 def interval_coverage(
@@ -227,9 +206,7 @@ def interval_coverage(
     >>> interval_coverage(mean, std, torch.tensor([[-3.0], [-0.1], [0.1], [1.0]]))
     [0.5, 0.75, 0.75]
     """
-    _check_same_shape("mean", mean, "std", std)
-    _check_same_shape("mean", mean, "targets", targets)
-    _check_finite(mean=mean, std=std, targets=targets)
+    _check_values(mean=mean, std=std, targets=targets)
     # y lies in the central interval of level c when |Φ(z) − ½| ≤ c/2,
     # that is, erf(|z|/√2) ≤ c.
     z = (targets.double() - mean.double()).abs() / std.double()
@@ -252,13 +229,9 @@ def gaussian_kl(
     >>> gaussian_kl(mean, covariance, mean + 2, covariance)  # ½·2²
     2.0
     """
-    _check_same_shape("mean", mean, "ref_mean", ref_mean)
-    gaussians = []
-    for m, c in ((mean, covariance), (ref_mean, ref_covariance)):
-        _check_gaussian(m, c, variances=False)
-        _check_finite(mean=m, covariance=c)
-        factor = _cholesky(c.double())
-        gaussians.append(MultivariateNormal(m.double(), scale_tril=factor))
+    _check_values(mean=mean, ref_mean=ref_mean)
+    _check_values(covariance=covariance, ref_covariance=ref_covariance)
+    gaussians = _gaussian(mean, covariance), _gaussian(ref_mean, ref_covariance)
     return float(kl_divergence(*gaussians).mean())
 
 
@@ -274,20 +247,17 @@ def regression_metrics(
     `width_95` is the mean width of the central 95 % intervals, `calibration` the mean
     distance of observed from nominal coverage over the levels 5 %, …, 95 %.
     """
-    loss = gaussian_nll(mean, variance, targets)
+    scores = {"nll": gaussian_nll(mean, variance, targets), "rmse": rmse(mean, targets)}
     marginal = variance.diagonal(dim1=-2, dim2=-1) if variance.ndim == 3 else variance
     std = marginal.double().sqrt()
-    coverage = interval_coverage(mean, std, targets, levels)
+    for level, share in zip(
+        levels, interval_coverage(mean, std, targets, levels), strict=True
+    ):
+        scores[f"coverage_{round(100 * level)}"] = share
+    scores["width_95"] = 2 * 1.959964 * float(std.mean())
     observed = interval_coverage(mean, std, targets, CALIBRATION_LEVELS)
-    gaps = [abs(o - c) for o, c in zip(observed, CALIBRATION_LEVELS, strict=True)]
-    named = zip(levels, coverage, strict=True)
-    return {
-        "nll": loss,
-        "rmse": rmse(mean, targets),
-        **{f"coverage_{round(100 * level)}": value for level, value in named},
-        "width_95": 2 * 1.959964 * float(std.mean()),
-        "calibration": sum(gaps) / len(gaps),
-    }
+    gaps = torch.tensor(observed).double() - torch.tensor(CALIBRATION_LEVELS).double()
+    return {**scores, "calibration": float(gaps.abs().mean())}
 
 
 # --- checks --------------------------------------------------------------------------
@@ -333,7 +303,7 @@ def _check_probabilities(
     if sum_to_one:
         bad = bad | ((probs.double().sum(-1, keepdim=True) - 1).abs() > TOLERANCE)
     if bad.any():
-        what = "between 0 and 1 that sum to 1 per row" * sum_to_one or "between 0 and 1"
+        what = "between 0 and 1" + " that sum to 1 per row" * sum_to_one
         raise ValueError(
             f"{name} must be probabilities {what}; {int(bad.any(-1).sum())} of "
             f"{len(bad)} rows are not. Pass logits through a softmax or sigmoid, and "
@@ -341,39 +311,40 @@ def _check_probabilities(
         )
 
 
-def _check_finite(**values: torch.Tensor) -> None:
-    for name, value in values.items():
+def _check_values(**values: torch.Tensor) -> None:
+    """Refuse values that are not finite, or not all of one shape."""
+    name, first = next(iter(values.items()))
+    for other, value in values.items():
+        if value.shape != first.shape:
+            raise ValueError(
+                f"{name} and {other} must have the same shape, got "
+                f"{tuple(first.shape)} and {tuple(value.shape)}."
+            )
         if not value.numel() or not value.isfinite().all():
             what = "NaN or infinity" if value.numel() else "no values"
-            raise ValueError(f"{name} must be finite values, got {what}.")
+            raise ValueError(f"{other} must be finite values, got {what}.")
 
 
-def _check_gaussian(
-    mean: torch.Tensor, variance: torch.Tensor, variances: bool = True
-) -> None:
-    full = mean.ndim == 2 and variance.shape == (*mean.shape, mean.shape[-1])
-    marginal = variances and mean.ndim == 2 and variance.shape == mean.shape
-    if not (full or marginal):
-        either = "variances (N, C) or " if variances else ""
+def _gaussian(
+    mean: torch.Tensor, variance: torch.Tensor
+) -> Independent | MultivariateNormal:
+    """Return a Gaussian for each of N examples, in float64."""
+    N, C = mean.shape if mean.ndim == 2 else (0, 0)
+    if variance.shape not in ((N, C), (N, C, C)):
         raise ValueError(
-            f"Expected mean (N, C) and {either}covariance (N, C, C), got shapes "
-            f"{tuple(mean.shape)} and {tuple(variance.shape)}."
+            "Expected mean (N, C) and variances (N, C) or covariance (N, C, C), got "
+            f"shapes {tuple(mean.shape)} and {tuple(variance.shape)}."
         )
-
-
-def _check_same_shape(a: str, x: torch.Tensor, b: str, y: torch.Tensor) -> None:
-    if x.shape != y.shape:
-        raise ValueError(
-            f"{a} and {b} must have the same shape, got {tuple(x.shape)} and "
-            f"{tuple(y.shape)}."
-        )
-
-
-def _cholesky(covariance: torch.Tensor) -> torch.Tensor:
-    factor, failed = torch.linalg.cholesky_ex(covariance)
+    _check_values(variance=variance)
+    mean, variance = mean.double(), variance.double()
+    if variance.ndim == 2:
+        if not (variance > 0).all():
+            raise ValueError(f"variance must be positive, got {float(variance.min())}.")
+        return Independent(Normal(mean, variance.sqrt()), 1)
+    factor, failed = torch.linalg.cholesky_ex(variance)
     if failed.any():
         raise ValueError(
             f"{int((failed > 0).sum())} of {len(failed)} covariances are not positive "
             "definite. Add the variance of the observation noise to them."
         )
-    return factor
+    return MultivariateNormal(mean, scale_tril=factor)

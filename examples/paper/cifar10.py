@@ -101,7 +101,7 @@ def clean_methods(args: Any) -> Methods:
 def ablation_methods(args: Any) -> Methods:
     methods: Methods = {"temperature scaling": KNOWN["temperature"]}
     for rank in args.ranks:
-        for tune in ("none", "early_stopping", "temperature", "calibration"):
+        for tune in ("none", "early_stopping", "calibration"):
             for complement in ("drop", "prior"):
                 if complement == "prior" and tune in ("none", "early_stopping"):
                     continue  # everything then depends on a prior that nobody chose

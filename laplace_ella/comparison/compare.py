@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import platform
 import sys
@@ -20,22 +19,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from laplace_ella.comparison.doctor import check_task, measure
-from laplace_ella.comparison.fitted import Task, reproducible
-from laplace_ella.comparison.methods import Method, resolve_methods
+from laplace_ella import metrics
+from laplace_ella.comparison.fitted import Task, fit_network, reproducible, split
+from laplace_ella.comparison.methods import (
+    Method,
+    check_task,
+    measure,
+    resolve_methods,
+)
 from laplace_ella.comparison.report import Report, Result, number, write
-from laplace_ella.comparison.run import results, split
+from laplace_ella.comparison.run import predict, results
 from laplace_ella.posterior.observation import Link
 from laplace_ella.support.batches import (
     OutputLayout,
     batch_size,
     check_outputs,
+    take,
     to_device,
 )
 from laplace_ella.support.checks import check_positive, member, positive_int
 from laplace_ella.support.identity import digest, model_identity
 from laplace_ella.support.memory import budget_of
-from laplace_ella.support.preserve import seeded_iteration, undisturbed
+from laplace_ella.support.preserve import seeded_iteration
+
+#: What of a task does not tell its results: data and model are known by their digests.
+ASIDE = ("model", "train", "test", "val", "ood", "limit")
 
 
 def compare(
@@ -67,8 +75,7 @@ def compare(
     Every method gets its own copy of the model and the same seeds, and is tuned for
     each link that it is evaluated with. Rows form two groups: those tuned on the
     training data alone, and those tuned on validation data. A method that fails is a
-    row with the reason. The model, the random states and the loaders are left as they
-    were. Ctrl-C keeps the rows that are finished.
+    row with the reason. Ctrl-C keeps the rows that are finished.
 
     Parameters
     ----------
@@ -116,22 +123,20 @@ def compare(
 
     Examples
     --------
-    >>> from torch.utils.data import DataLoader, TensorDataset
-    >>> _ = torch.manual_seed(0)
-    >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
-    >>> data = TensorDataset(torch.randn(60, 2), torch.randint(3, (60,)))
-    >>> loader = DataLoader(data, batch_size=20)
-    >>> report = compare(model, "classification", loader, loader,
-    ...                  methods=["map", "kron"], links=["probit"],
-    ...                  progress_bar=False)
+    >>> model, data = nn.Linear(2, 3), [(torch.randn(60, 2), torch.randint(3, (60,)))]
+    >>> report = compare(model, "classification", data, data, progress_bar=False,
+    ...                  methods=["map", "kron"], links=["probit"])
     >>> [row.method for row in report.rows()]
     ['map', 'kron']
     """
     likelihood = check_task(model, likelihood)
     chosen = resolve_methods(methods, likelihood, val_loader is not None)
-    names = [links] if isinstance(links, str) else links
-    links = _distinct("links", [member(Link, "links", link).value for link in names])
-    seeds = _distinct("seeds", [seeds] if isinstance(seeds, int) else seeds)
+    links = [links] if isinstance(links, str) else links
+    links = [member(Link, "links", link).value for link in links]
+    seeds = [seeds] if isinstance(seeds, int) else [int(seed) for seed in seeds]
+    for name, values in (("links", links), ("seeds", seeds)):
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{name} must differ and be at least one, got {values}.")
     sizes = {"n_samples": n_samples, "grid_size": grid_size, "n_steps": n_steps}
     for name, value in sizes.items():
         positive_int(name, value)
@@ -145,20 +150,22 @@ def compare(
     folder = None if cache is None else Path(cache)
     if folder is not None and folder.is_file():
         raise ValueError(f"cache must be a folder, {folder} is a file.")
+    layout = member(OutputLayout, "output_layout", output_layout)
+    model = copy.deepcopy(model).eval()
     device = next(model.parameters()).device
     loaders = {"train_loader": train_loader, "test_loader": test_loader}
     loaders |= {} if val_loader is None else {"val_loader": val_loader}
     far = {f"ood_loaders[{n!r}]": each for n, each in (ood_loaders or {}).items()}
-    with undisturbed(model), reproducible(0, device, *loaders.values(), *far.values()):
+    with torch.no_grad(), reproducible(0, device, *loaders.values(), *far.values()):
         surveys = {
-            name: _survey(name, loader, dict_key_x, dict_key_y, cache is not None)
+            name: _survey(name, loader, dict_key_x, dict_key_y, folder is not None)
             for name, loader in {**loaders, **far}.items()
         }
-        x = to_device(split(surveys["train_loader"].first, dict_key_y)[0], device)
-        identity = None if cache is None else model_identity(model, x)
-        layout = member(OutputLayout, "output_layout", output_layout)
-        check_outputs(model(x), layout)
-        n_data = surveys["train_loader"].n_data
+        n_data, _, x, _ = surveys["train_loader"]
+        x, batch = to_device(x, device), batch_size(x, dict_key_x)
+        trial = copy.deepcopy(model)  # calls may change it
+        identity = folder and model_identity(trial, x)
+        check_outputs(trial(x), layout)
         task = Task(
             model=model,
             likelihood=likelihood,
@@ -166,7 +173,7 @@ def compare(
             test=test_loader,
             val=val_loader,
             ood=dict(ood_loaders or {}),
-            sizes=measure(copy.deepcopy(model), x, n_data, dict_key_x),
+            sizes=measure(trial, take(x, slice(0, 1), batch), n_data, batch),
             layout=layout,
             prior_precision=prior_precision,
             noise=1.0 if sigma_noise is None else sigma_noise,
@@ -178,38 +185,26 @@ def compare(
             **sizes,
         )
         for name in loaders:
-            y = split(surveys[name].first, dict_key_y)[1]
-            _check_targets(name, y, task)
+            _check_targets(name, surveys[name].y, task)
         if task.is_regression and sigma_noise is None:
-            task = replace(task, noise=_residual(task))
+            found = predict(task, fit_network(task, False), train_loader, 0)
+            # A network that interpolates leaves nothing to call noise.
+            noise = max(metrics.rmse(found.values, found.targets), 1e-3)
+            task = replace(task, noise=noise)
     origin = _origin(task, surveys, links=links, seeds=seeds)
-    aside = ("model", "train", "test", "val", "ood", "limit", "reference")
-    common = {name: v for name, v in vars(task).items() if name not in aside}
-    key = digest(
+    key = folder and digest(
         identity,
         [type(model).__name__, *(p.requires_grad for p in model.parameters())],
         {name: (seen.n_data, seen.key) for name, seen in surveys.items()},
-        [
-            common,
-            memory_budget,
-            wanted and vars(wanted),
-            origin["versions"],
-            device.type,
-        ],
+        {name: v for name, v in vars(task).items() if name not in ASIDE},
+        [memory_budget, origin["versions"], device.type],
     )
     jobs = [(method, seed) for method in chosen for seed in seeds]
-    return _run(task, jobs, links, folder, key, origin, progress_bar)
+    found, interrupted = _run(task, jobs, links, folder, key or "", progress_bar)
+    return Report(found, likelihood, interrupted, origin)
 
 
 # Before the first fit
-
-
-def _distinct(name: str, values: Iterable[Any]) -> list[Any]:
-    """Return values of which there is at least one, and none twice."""
-    found = [value if isinstance(value, str) else int(value) for value in values]
-    if not found or len(set(found)) < len(found):
-        raise ValueError(f"{name} must differ and be at least one, got {found}.")
-    return found
 
 
 class _Survey(NamedTuple):
@@ -217,7 +212,8 @@ class _Survey(NamedTuple):
 
     n_data: int
     key: str
-    first: Any
+    x: Any
+    y: Any
 
 
 def _survey(name: str, loader: Any, key_x: str, key_y: str, digested: bool) -> _Survey:
@@ -231,10 +227,10 @@ def _survey(name: str, loader: Any, key_x: str, key_y: str, digested: bool) -> _
     for batch in seeded_iteration(loader):
         n_data += batch_size(split(batch, key_y)[0], key_x)
         key = digest(key, batch) if digested else ""
-        first = batch if first is None else first
+        first = split(batch, key_y) if first is None else first
     if first is None:
         raise ValueError(f"{name} yielded no batch; it needs at least one.")
-    return _Survey(n_data, key, first)
+    return _Survey(n_data, key, *first)
 
 
 def _check_targets(name: str, y: Any, task: Task) -> None:
@@ -242,7 +238,7 @@ def _check_targets(name: str, y: Any, task: Task) -> None:
     positions = task.layout.of(task.sizes.output_shape)
     shape = positions.output_shape if task.is_regression else positions.shape
     got = "none" if y is None else f"{y.dtype} of shape {tuple(y.shape)}"
-    y = torch.empty(0) if y is None else y
+    y = torch.empty(()) if y is None else y
     good = y.ndim == 1 + len(shape)
     if task.layout is OutputLayout.FLAT:  # positions may differ in number
         good = tuple(y.shape[1:]) == shape
@@ -255,18 +251,6 @@ def _check_targets(name: str, y: Any, task: Task) -> None:
             f"({', '.join(map(str, ('N', *shape)))}), got {got}. Pass batches (x, y), "
             "or mappings with the targets under dict_key_y."
         )
-
-
-@torch.no_grad()
-def _residual(task: Task) -> float:
-    """Return the network's root mean squared error on the training data."""
-    total, n = 0.0, 0
-    for batch in seeded_iteration(task.train):
-        x, y = split(batch, task.dict_key_y)
-        error = task.model(to_device(x, task.device)).double().cpu() - y.cpu()
-        total, n = total + float(error.square().sum()), n + error.numel()
-    # A network that interpolates leaves nothing to call noise.
-    return max(math.sqrt(total / n), 1e-3)
 
 
 def _origin(task: Task, surveys: Mapping[str, _Survey], **more: Any) -> dict[str, str]:
@@ -299,28 +283,25 @@ def _run(
     links: Sequence[str],
     folder: Path | None,
     key: str,
-    origin: dict[str, str],
     progress_bar: bool,
-) -> Report:
-    """Run what the cache does not have, row by row."""
+) -> tuple[list[Result], bool]:
+    """Return the rows, those that the cache does not have run one by one, and whether
+    that was interrupted."""
     found: list[Result] = []
     references: dict[int, Any] = {}
     interrupted, started = False, time.perf_counter()
     for index, (method, seed) in enumerate(jobs, 1):
-        spec = {k: v for k, v in vars(method).items() if k not in ("name", "about")}
         plain = task.is_regression or method.kind != "laplace"
-        rows: dict[str, Result | None] = {}
+        rows: dict[str, Result | None] = dict.fromkeys([""] if plain else links)
         paths: dict[str, Path] = {}
-        for link in [""] if plain else links:
-            rows[link] = None
-            if folder is not None:
-                paths[link] = folder / f"{digest(key, spec, link, seed)}.json"
+        if folder is not None:
+            for link in rows:
+                name = digest(key, method.kwargs, method.kind, method.tune, link, seed)
+                paths[link] = folder / f"{name}.json"
                 rows[link] = _read(paths[link], method)
-        missing = [link for link, row in rows.items() if row is None]
+        missing = [link for link in rows if rows[link] is None and not interrupted]
         try:
-            for row in results(
-                task, method, seed, missing * (not interrupted), references
-            ):
+            for row in results(task, method, seed, missing, references):
                 rows[row.link] = row
                 if folder is not None and row.ok:
                     _keep(paths[row.link], row)
@@ -334,7 +315,7 @@ def _run(
             interrupted = True
         for link, row in rows.items():
             found.append(row or Result(method.name, link, seed, "interrupted"))
-    return Report(found, task.likelihood, interrupted, origin)
+    return found, interrupted
 
 
 def _read(path: Path, method: Method) -> Result | None:

@@ -33,7 +33,7 @@ from laplace_ella.posterior.observation import (
 )
 from laplace_ella.support.batches import OutputLayout
 from laplace_ella.tuning.cache import FeatureCache
-from laplace_ella.tuning.calibration import Calibration, search_calibration
+from laplace_ella.tuning.calibration import search_calibration
 from laplace_ella.tuning.validation import Validator
 
 
@@ -54,10 +54,7 @@ class GridPosterior:
     factor: torch.Tensor
     prior: torch.Tensor
     complement: Any = Complement.DROP  # all directions are in the values
-
-    def with_(self, **changes: Any) -> GridPosterior:
-        """Return other settings."""
-        return replace(self, **changes)
+    with_ = replace
 
 
 @dataclass(frozen=True)
@@ -92,6 +89,13 @@ class GridValidator(Validator):
         root = self.roots[u] * math.sqrt(u / prior)
         yield FunctionValues(self.cache.f_mu, root), self.cache.targets
 
+    def settings(self, u: float) -> Any:
+        """Return those of T = 1 and δ = u. Searches go from 1 % of the reach of the
+        largest eigenvalue to 100 times that of the smallest, which is the grid."""
+        one = self.factor_at_one
+        H = torch.tensor([0.01 * max(self.roots), 100 * min(self.roots)]).double()
+        return GridPosterior(H.diag() / one, torch.tensor([one]), torch.tensor([u]))
+
 
 @torch.no_grad()
 def compute_grid(
@@ -111,11 +115,10 @@ def compute_grid(
     for u in grid:
         la.prior_precision = u
         try:
-            values = [moments(la, x) for x, _ in batches]
+            means, covariances = zip(*(moments(la, x) for x, _ in batches), strict=True)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             continue  # not positive definite: no candidate
-        roots[u] = torch.cat([psd_root(covariance) for _, covariance in values])[known]
-        means = [mean for mean, _ in values]
+        roots[u] = torch.cat([psd_root(each) for each in covariances])[known]
     if not roots:
         raise ValueError("The posterior is not defined for any prior of the grid.")
     f_mu, noise = torch.cat(means)[known], torch.as_tensor(la.sigma_noise).detach()
@@ -132,19 +135,10 @@ def compute_grid(
     )
 
 
-def _start(validator: GridValidator, u: float) -> Any:
-    """Return the settings T = 1 and δ = u. Searches go from 1 % of the reach of the
-    largest eigenvalue to 100 times that of the smallest, which is the grid."""
-    one, us = validator.factor_at_one, sorted(validator.roots)
-    H = torch.tensor([0.01 * us[-1], 100 * us[0]]).double().diag() / one
-    return GridPosterior(H, torch.tensor([one]), torch.tensor([u]))
-
-
-def search_prior(validator: GridValidator, link: str) -> float:
+def search_prior(validator: GridValidator) -> dict[str, float]:
     """Return the prior precision of the grid with the lowest validation loss."""
-    validator = replace(validator, link=Link(link or "probit"))
-    losses = {u: validator(_start(validator, u)) for u in validator.roots}
-    best = min(losses, key=lambda u: losses[u])
+    losses = {u: validator(validator.settings(u)) for u in validator.roots}
+    best = min(losses, key=losses.__getitem__)
     if not math.isfinite(losses[best]):
         raise ValueError("The validation loss is infinite for every prior.")
     if len(losses) > 1 and best in (min(losses), max(losses)):
@@ -152,17 +146,20 @@ def search_prior(validator: GridValidator, link: str) -> float:
             f"The best prior precision, {best:.3g}, is at the border of the grid.",
             BorderWarning,
         )
-    return best
+    return {"prior_precision": best}
 
 
-def calibrate(validator: GridValidator, link: str) -> Calibration:
+def calibrate(validator: GridValidator) -> dict[str, float]:
     """Return prior precision, temperature and softmax temperature, or noise, that
-    calibrate best. The product of the first two is one of the grid."""
-    validator = replace(validator, link=Link(link or "probit"))
-    found = search_calibration(_start(validator, 1.0), validator)
+    calibrate best; nothing where those before are kept. The product of the first two is
+    one of the grid."""
+    found = search_calibration(validator.settings(1.0), validator)
     if found.kept:
-        return found
-    variance = found.sigma_noise[0] ** 2 if found.sigma_noise else 1.0
-    u = validator.nearest(1 / (variance * found.temperature), found.prior_precision)
-    temperature = u / (validator.factor_at_one * variance * found.prior_precision)
-    return replace(found, temperature=temperature)
+        return {}
+    delta, tau = found.prior_precision, found.softmax_temperature
+    chosen = {"prior_precision": delta, "softmax_temperature": tau}
+    if found.sigma_noise:
+        chosen["sigma_noise"] = found.sigma_noise[0]
+    variance = chosen.get("sigma_noise", 1.0) ** 2
+    u = validator.nearest(1 / (variance * found.temperature), delta)
+    return {**chosen, "temperature": u / (validator.factor_at_one * variance * delta)}

@@ -1,21 +1,88 @@
-"""The methods that can be compared: named keyword arguments of `Laplace(...)`."""
+"""The methods that can be compared: named keyword arguments of `Laplace(...)`.
+
+Index legend: N data, C outputs, P parameters, B batch.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+from torch import nn
 
 from laplace_ella.settings import PAPER
 
 #: How hyperparameters are chosen: on the training data, then on validation data.
 ON_TRAINING = ("default", "marglik", "none")
-ON_VALIDATION = ("gridsearch", "early_stopping", "temperature", "calibration")
+ON_VALIDATION = ("gridsearch", "early_stopping", "calibration")
+
+#: Bytes of a batch's temporary numbers from which it is split, to be faster.
+FAST = 5 * 10**7
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes on which the memory of a method depends: N, B of the training loader,
+    the output's shape for one example, P, outputs of all modules for one example,
+    shapes of the weights of `plain_layers` as matrices, and bytes of a number."""
+
+    n_data: int
+    batch: int
+    output_shape: tuple[int, ...]
+    n_params: int
+    n_activations: int
+    layers: tuple[tuple[int, ...], ...]
+    itemsize: int
+
+
+def plain_layers(model: nn.Module) -> list[Any]:
+    """Return the layers that every structure and backend supports."""
+    return [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+
+
+def check_task(model: Any, likelihood: Any) -> str:
+    """Return the likelihood's name; refuse what cannot be compared."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"The model ({type(model).__name__}) has no trainable parameters, so there "
+            "is nothing to be uncertain about. Set requires_grad of some."
+        )
+    name = str(getattr(likelihood, "value", likelihood))
+    if name not in ("classification", "regression"):
+        raise ValueError(
+            "likelihood must be 'classification' or 'regression' in a comparison, got "
+            f"{name!r}."
+        )
+    return name
+
+
+@torch.no_grad()
+def measure(model: nn.Module, one: Any, n_data: int, batch: int) -> Sizes:
+    """Return the sizes of a copy of the model, by a forward pass over one example."""
+    n_activations = 0
+
+    def record(module: nn.Module, _: Any, output: Any) -> None:
+        nonlocal n_activations
+        if isinstance(output, torch.Tensor) and not len(list(module.children())):
+            n_activations += output.numel()
+
+    for module in model.modules():
+        module.register_forward_hook(record)
+    output_shape = tuple(model(one).shape[1:])
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    n_params, itemsize = sum(map(torch.numel, parameters)), parameters[0].element_size()
+    layers = tuple(tuple(m.weight.flatten(1).shape) for m in plain_layers(model))
+    return Sizes(n_data, batch, output_shape, n_params, n_activations, layers, itemsize)
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the comparison.
+    """One row of the comparison; name and description make no difference to it.
 
     Parameters
     ----------
@@ -31,7 +98,7 @@ class Method:
         'none', they stay as given. By the validation NLL: 'gridsearch', the prior
         precision; 'calibration', this, the temperature and the softmax temperature (for
         regression the noise); of ELLA also 'early_stopping' (Deng et al. 2022, Sec.
-        5.2) and 'temperature', with the prior
+        5.2)
     about : str
         one line for the list of methods
 
@@ -42,19 +109,18 @@ class Method:
     'KFAC, prior 5'
     """
 
-    name: str
+    name: str = field(compare=False)
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "laplace"
     tune: str = "default"
-    about: str = ""
+    about: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         kinds = ("laplace", "map", "temperature")
         allowed = {"kind": kinds, "tune": (*ON_TRAINING, *ON_VALIDATION)}
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                got = getattr(self, name)
-                raise ValueError(f"{name} must be one of {values}, got {got!r}.")
+        for name, valid in allowed.items():
+            if (got := getattr(self, name)) not in valid:
+                raise ValueError(f"{name} must be one of {valid}, got {got!r}.")
 
     @property
     def needs_validation(self) -> bool:
@@ -72,6 +138,37 @@ class Method:
     def is_ella(self) -> bool:
         """Whether this package does the work."""
         return self.kind == "laplace" and self.structure[1] == "nystrom"
+
+    def memory(self, sizes: Sizes) -> tuple[int, int]:
+        """Return how many examples to take at once, and the bytes that are needed.
+
+        laplace-torch propagates each of B·C outputs through the whole batch, which
+        takes about 2·B²·C numbers per activation beside the B·C·P of the Jacobian;
+        peaks that were measured are .7 to 1 of the estimate. ELLA splits its batches
+        itself.
+        """
+        batch, P, layers = sizes.batch, sizes.n_params, sizes.layers
+        if self.kind != "laplace" or self.is_ella:
+            return batch, 0
+        (subset, structure), C = self.structure, math.prod(sizes.output_shape)
+        n_activations = sizes.n_activations
+        if subset == "last_layer":
+            layers, n_activations = layers[-1:], 0
+            P = sum(rows * (columns + 1) for rows, columns in layers) or P
+        kept = 3 * P
+        if structure == "full":
+            kept = 4 * P**2  # sum, batch, identity and factor
+        elif structure == "kron":
+            kept = 3 * sum(rows**2 + columns**2 for rows, columns in layers)
+        elif structure == "gp":
+            names = ("subsample_size", "n_subset")
+            rows, pairs = (min(self.kwargs.get(n, 0), sizes.n_data) for n in names)
+            kept = 3 * (P * rows + (C * pairs) ** 2)
+        while True:
+            passing = 2 * batch * C * (P + batch * n_activations)
+            if batch == 1 or passing * sizes.itemsize <= FAST:
+                return batch, (kept + passing) * sizes.itemsize
+            batch = math.ceil(batch / 2)
 
 
 def _laplace(name: str, structure: str, about: str, tune: str = "default", **more: Any):
@@ -144,9 +241,12 @@ def default_methods(likelihood: str, validation: bool = True) -> list[Method]:
 
 
 def resolve_methods(methods: Any, likelihood: str, validation: bool) -> list[Method]:
-    """Return methods of names, `Method` objects or a mapping of name to arguments."""
+    """Return methods of names, `Method` objects or a mapping of name to arguments.
+
+    Without validation data a prior that would be searched on them stays as given.
+    """
     if methods is None:
-        return default_methods(likelihood, validation)
+        methods = default_methods(likelihood, validation)
     known, resolved = available_methods(), {}
     methods = [methods] if isinstance(methods, (str, Method)) else methods
     for given in methods:
@@ -163,7 +263,9 @@ def resolve_methods(methods: Any, likelihood: str, validation: bool) -> list[Met
         name = given if isinstance(methods, Mapping) else method.name
         if name in resolved:
             raise ValueError(f"Methods must have different names, got {name!r} twice.")
-        resolved[name] = replace(method, name=name)
+        kept = method.tune == "gridsearch" and not validation
+        tune = "none" if kept else method.tune
+        resolved[name] = replace(method, name=name, tune=tune)
     if not resolved:
         raise ValueError("Pass at least one method, or None for the default ones.")
     return list(resolved.values())

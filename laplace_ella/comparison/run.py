@@ -8,8 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,30 +21,15 @@ from laplace_ella.comparison.fitted import (
     Task,
     clock,
     fit_method,
+    parts,
     reproducible,
 )
 from laplace_ella.comparison.methods import Method
 from laplace_ella.comparison.report import Result
 from laplace_ella.errors import BorderWarning
-from laplace_ella.support.batches import (
-    batch_size,
-    chunks,
-    split_batch,
-    take,
-    to_device,
-)
-from laplace_ella.support.preserve import seeded_iteration
 
-
-def split(batch: Any, dict_key_y: str) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch; None for targets where there are none."""
-    if isinstance(batch, torch.Tensor):
-        return batch, None
-    if isinstance(batch, (tuple, list)) and len(batch) == 1:
-        return batch[0], None
-    if hasattr(batch, "keys") and dict_key_y not in batch:
-        return batch, None
-    return split_batch(batch, dict_key_y)
+#: Where the warnings are defined that become notes of a row.
+OURS = BorderWarning.__module__
 
 
 def describe_error(error: BaseException) -> str:
@@ -70,7 +55,7 @@ def results(
     """
     if not links:
         return
-    empty = Result(method.name, "", seed, on_validation=task.on_validation(method))
+    empty = Result(method.name, "", seed, on_validation=method.needs_validation)
     try:
         with watched(task, seed) as at_fit:
             tuned = fit_method(task, method, seed)
@@ -81,27 +66,21 @@ def results(
     for link in links:
         row = replace(empty, link=link)
         try:
-            with watched(task, seed) as said:
+            with watched(task, seed) as at_link:
                 fitted = tuned(link)
                 test = predict(task, fitted, task.test, seed)
-                row = scored(task, fitted, test, row)
-                kl, notes = divergence(task, method, test, seed, references)
-            # Those of other packages are routine.
-            caught = [w for w in (*at_fit, *said) if w.category.__module__ == OURS]
-            border = any(issubclass(w.category, BorderWarning) for w in caught)
-            lines = [str(w.message).splitlines()[0] for w in caught]
-            yield replace(
-                row,
-                metrics={**row.metrics, **kl},
-                note="; ".join(dict.fromkeys([*lines, *fitted.notes, *notes])),
-                settings={**row.settings, "at_border": border},
-            )
+                row = scored(task, fitted, test, replace(row, **fitted.row))
+                if task.is_regression and method.kind == "laplace":
+                    row = compared(task, method, test, row, references)
         except Exception as error:
             yield replace(empty, link=link, status=describe_error(error))
-
-
-#: Where the warnings are defined that become notes of a row.
-OURS = BorderWarning.__module__
+            continue
+        # Warnings of other packages are routine.
+        caught = [w for w in (*at_fit, *at_link) if w.category.__module__ == OURS]
+        border = any(issubclass(w.category, BorderWarning) for w in caught)
+        lines = [str(w.message).splitlines()[0] for w in caught]
+        note = "; ".join(dict.fromkeys([*lines, row.note])).strip("; ")
+        yield replace(row, note=note, settings={**row.settings, "at_border": border})
 
 
 @contextmanager
@@ -114,13 +93,12 @@ def watched(task: Task, seed: int) -> Iterator[list[warnings.WarningMessage]]:
         yield caught
 
 
-@dataclass(frozen=True)
-class Predictions:
+class Predictions(NamedTuple):
     """Predictions over a loader, on the CPU, one row per example and position.
 
-    `values` are probabilities or means `(N, C)`; `variance` of the targets `(N, C)` and
-    `covariance` of the function `(N, C, C)` are those of a regression; `targets` are
-    None for data without labels.
+    `values` are probabilities or means `(N, C)`; `variance` of the targets `(N, C)` is
+    that of a regression, `covariance` `(N, C, C)` that of its function, if it has one;
+    `targets` are None for data without labels.
     """
 
     values: torch.Tensor
@@ -145,35 +123,33 @@ def predict(task: Task, fitted: Fitted, loader: Any, seed: int) -> Predictions:
     """
     values, spreads, targets, seconds = [], [], [], 0.0
     with reproducible(0, task.device, loader):
-        for index, batch in enumerate(seeded_iteration(loader)):
-            x, y = split(batch, task.dict_key_y)
-            x, n = to_device(x, task.device), batch_size(x, task.dict_key_x)
+        for index, (x, y) in enumerate(parts(task, loader, fitted.batch)):
             torch.manual_seed(seed + 1000 * index)
-            for part in chunks(n, fitted.batch):
-                start = clock(task.device)
-                found = fitted.predict(take(x, part, n))
-                seconds += clock(task.device) - start
-                mean, *spread = found if isinstance(found, tuple) else (found,)
-                values.append(task.rows(mean.detach()).cpu())
-                spreads += [each.detach().flatten(0, -3).cpu() for each in spread]
-            targets.append(None if y is None else task.targets(y).cpu())
-    covariance = torch.cat(spreads) if spreads else None
+            start = clock(task.device)
+            found = fitted.predict(x)
+            seconds += clock(task.device) - start
+            mean, *spread = found if isinstance(found, tuple) else (found,)
+            values.append(task.rows(mean.detach()).cpu())
+            spreads += [each.detach().flatten(0, -3).cpu() for each in spread]
+            targets += [] if y is None else [task.targets(y).cpu()]
+    mean, covariance = torch.cat(values), torch.cat(spreads) if spreads else None
     variance = None
-    if covariance is not None:
-        marginal = covariance.diagonal(dim1=-2, dim2=-1).double()
-        variance = marginal + fitted.noise.square()
-    y = torch.cat(targets) if all(t is not None for t in targets) else None
-    return Predictions(torch.cat(values), variance, covariance, y, seconds)
+    if task.is_regression:
+        variance = fitted.noise.square().expand(mean.shape)
+        if covariance is not None:
+            variance = variance + covariance.diagonal(dim1=-2, dim2=-1)
+    y = torch.cat(targets) if targets else None
+    return Predictions(mean, variance, covariance, y, seconds)
 
 
 def scored(task: Task, fitted: Fitted, test: Predictions, row: Result) -> Result:
     """Return the row with scores on test and out-of-distribution data."""
-    y, values = test.targets, test.values
+    values, variance, _, y, seconds = test
     if task.is_regression:
-        observed = values.double(), test.variance, y.double()
+        observed = values.double(), variance, y.double()
         scores = metrics.regression_metrics(*observed)
         replicates = bootstrap.regression_replicates(*observed)
-        levels, std = list(metrics.CALIBRATION_LEVELS), test.variance.sqrt()
+        levels, std = list(metrics.CALIBRATION_LEVELS), variance.sqrt()
         shares = metrics.interval_coverage(observed[0], std, observed[2], levels)
         curves = {"coverage": {"nominal": levels, "observed": shares}}
     else:
@@ -183,32 +159,29 @@ def scored(task: Task, fitted: Fitted, test: Predictions, row: Result) -> Result
         curves = {"reliability": asdict(metrics.reliability_curve(values, y))}
     for name, loader in task.ood.items():
         far = predict(task, fitted, loader, row.seed)
-        scores[f"auroc:{name}"] = metrics.ood_auroc(test.entropy(), far.entropy())
-        draws = bootstrap.auroc_replicates(test.entropy(), far.entropy())
-        replicates[f"auroc:{name}"] = draws
-    seconds = (fitted.fit_s, fitted.tune_s, test.seconds)
+        pair = test.entropy(), far.entropy()
+        scores[f"auroc:{name}"] = metrics.ood_auroc(*pair)
+        replicates[f"auroc:{name}"] = bootstrap.auroc_replicates(*pair)
     return replace(
         row,
         metrics=scores,
-        costs=dict(zip(("fit_s", "tune_s", "predict_s"), seconds, strict=True)),
-        settings=fitted.settings,
+        costs={**row.costs, "predict_s": seconds},
         curves=curves,
         replicates={k: [float(f"{v:.6g}") for v in r] for k, r in replicates.items()},
-        left_out=fitted.left_out,
     )
 
 
-def divergence(
-    task: Task, method: Method, test: Predictions, seed: int, references: dict
-) -> tuple[dict[str, float], list[str]]:
-    """Return the KL divergence of a regression's function values from the reference's,
-    and why there is none where that did not run."""
-    wanted = task.reference
-    if wanted is None or method.kind != "laplace" or not task.is_regression:
-        return {}, []
+def compared(
+    task: Task, method: Method, test: Predictions, row: Result, references: dict
+) -> Result:
+    """Return the row with the KL divergence of a regression's function values from the
+    reference's, or with a note why that did not run."""
+    wanted, seed = task.reference, row.seed
+    if wanted is None:
+        return row
     if seed not in references:
         try:
-            if replace(wanted, name="", about="") == replace(method, name="", about=""):
+            if wanted == method:
                 references[seed] = test
             else:
                 fitted = fit_method(task, wanted, seed)("")
@@ -217,6 +190,7 @@ def divergence(
             references[seed] = f"no KL: {wanted.name} {describe_error(error)}"
     found = references[seed]
     if isinstance(found, str):
-        return {}, [found]
-    parts = (test.values, test.covariance, found.values, found.covariance)
-    return {"kl_to_lla": metrics.gaussian_kl(*(p.double() for p in parts))}, []
+        return replace(row, note=f"{row.note}; {found}".strip("; "))
+    pair = (test.values, test.covariance, found.values, found.covariance)
+    kl = metrics.gaussian_kl(*(each.double() for each in pair))
+    return replace(row, metrics={**row.metrics, "kl_to_lla": kl})
