@@ -12,12 +12,13 @@ from functools import cached_property
 
 import torch
 
+from laplace_ella.derivatives.complements import accurate_product
 from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.support.batches import chunks, has_values
 from laplace_ella.support.preserve import full_precision
 
-#: Up to so many entries of J̃ a float64 singular value decomposition is used, which is
-#: more accurate than the Gram matrix because it does not square the condition number.
+#: Up to so many entries of J̃ a float64 singular value decomposition is used: a Gram
+#: matrix would square the condition number.
 SVD_LIMIT = 2_000_000
 
 #: Columns that enter one product with all rows, and rows of one block of it.
@@ -94,31 +95,20 @@ class NystromBasis:
 
     def truncate(self, rank: int) -> NystromBasis:
         """Return the basis of the first `rank` directions."""
-        tail = self.tail
+        top, tail = self.eigenvalues[:rank], self.tail
         if tail is not None:
             tail = torch.cat([self.eigenvalues[rank:], tail])
-        return replace(
-            self,
-            directions=self.directions[:rank],
-            eigenvalues=self.eigenvalues[:rank],
-            tail=tail,
-        )
+        directions = self.directions[:rank]
+        return replace(self, directions=directions, eigenvalues=top, tail=tail)
 
 
 class RowBuffer:
     """Gradients as they come, all of them or a summary of bounded size.
 
-    Rows are kept until `capacity` is reached. A full buffer is replaced by its `keep`
-    leading singular directions, scaled by their singular values: a truncated
-    incremental singular value decomposition. What is lost each time is the smallest
-    part of the buffer's energy; with no more rows than `capacity` nothing is.
-
-    Parameters
-    ----------
-    numels : sequence of int
-        sizes of the parameter tensors that make up the P columns
-    capacity, keep : int
-        rows in memory, more than those that survive a full buffer
+    A full buffer is replaced by its `keep` leading singular directions, scaled by their
+    singular values: a truncated incremental singular value decomposition. What is lost
+    each time is the smallest part of the buffer's energy; with no more rows than
+    `capacity` nothing is.
     """
 
     def __init__(
@@ -130,17 +120,13 @@ class RowBuffer:
         device: torch.device,
     ) -> None:
         self.numels = tuple(numels)
+        self.capacity = capacity
         self.keep = keep
         self.filled = 0
         self.n_samples = 0
         self.compressed = False
         self.energy = torch.zeros((), dtype=torch.float64, device=device)
         self._buffer = torch.empty(capacity, sum(numels), dtype=dtype, device=device)
-
-    @property
-    def capacity(self) -> int:
-        """Rows in memory at most."""
-        return len(self._buffer)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -157,9 +143,14 @@ class RowBuffer:
                 self.filled, self.compressed = self.keep, True
             some = rows[: self.capacity - self.filled]
             self._buffer[self.filled : self.filled + len(some)] = some
-            self.energy += _energy(some, self._buffer.numel() <= SVD_LIMIT)
             self.filled += len(some)
             rows = rows[len(some) :]
+            # In float64 throughout it takes four times as long.
+            parts = some.reshape(-1).split(WIDTH)
+            if self._buffer.numel() <= SVD_LIMIT:
+                parts = [part.double() for part in parts]
+            squares = torch.stack([torch.dot(part, part) for part in parts])
+            self.energy += squares.double().sum()
 
 
 def nystrom_basis(
@@ -171,8 +162,7 @@ def nystrom_basis(
     directions than `n_eigenvalues` truncate, with a `RankWarning`. The directions may
     take the place of the rows in memory: the buffer is used up.
     """
-    accurate = accurate or n_eigenvalues is None  # then the small ones count
-    basis = _decompose(buffer, n_eigenvalues, accurate)[0]
+    basis = _decompose(buffer, n_eigenvalues, accurate or n_eigenvalues is None)[0]
     rank = basis.rank
     if n_eigenvalues is not None and rank < n_eigenvalues:
         warn_caller(
@@ -197,55 +187,34 @@ def exact_basis(buffer: RowBuffer) -> tuple[NystromBasis, torch.Tensor]:
 def extend_exact(
     basis: NystromBasis, coefficients: torch.Tensor, new_rows: torch.Tensor
 ) -> tuple[NystromBasis, torch.Tensor]:
-    """Return an exact basis and its coefficients `(M + m, K')` with further rows.
-
-    `coefficients` `(M, K)` are those of the rows that it was made from, `new_rows` is
-    `(m, P)`.
-    """
-    old = basis.directions
-    rest = new_rows.to(old)
-    within = rest @ old.T
-    rest = rest - within @ old
-    again = rest @ old.T  # what rounding left
-    rest, within = rest - again @ old, within + again
-    buffer = RowBuffer(basis.numels, len(rest) + 1, len(rest), old.dtype, old.device)
-    buffer.append(rest)
-    energy = float(_energy(new_rows, True))
-    top = max(float(basis.eigenvalues[0]), energy)
-    added, beyond = _decompose(buffer, None, True, top)
-    upper = torch.nn.functional.pad(coefficients.double(), (0, added.rank))
-    lower = torch.cat([within.double(), beyond], 1)
-    both = torch.cat([upper, lower.to(upper)])
-    eigenvalues, W = torch.linalg.eigh(both.mT @ both)
-    eigenvalues, W = eigenvalues.flip(0).clamp_min(0), W.flip(1)
-    extended = replace(
-        basis,
-        directions=W.T.to(old) @ torch.cat([old, added.directions]),
-        eigenvalues=eigenvalues,
-        n_samples=basis.n_samples + len(new_rows),
-        trace=basis.trace + energy,
-    )
-    return extended, both @ W
-
-
-# Decompositions
+    """Return an exact basis and its coefficients `(M + m, K')` with `new_rows`
+    `(m, P)` besides those whose `coefficients` `(M, K)` are given."""
+    V, K = basis.directions, basis.rank
+    buffer = RowBuffer(basis.numels, K + len(new_rows) + 1, K, V.dtype, V.device)
+    # The old rows have the directions and eigenvalues of V, scaled.
+    buffer.append(basis.eigenvalues.sqrt().to(V).unsqueeze(1) * V)
+    buffer.append(new_rows.to(V))
+    buffer.n_samples = basis.n_samples + len(new_rows)
+    extended, both = exact_basis(buffer)
+    turn = accurate_product(V, extended.directions).double()
+    return extended, torch.cat([coefficients.double() @ turn, both[K:]])
 
 
 def _decompose(
-    buffer: RowBuffer, limit: int | None, accurate: bool, top: float | None = None
+    buffer: RowBuffer, limit: int | None, accurate: bool
 ) -> tuple[NystromBasis, torch.Tensor]:
     """Return the basis of at most `limit` usable directions, and the coefficients of
-    the rows. `top` is the largest eigenvalue of what the rows are a part of."""
-    rows, n_rows = buffer.rows, buffer.filled
-    k = min(limit or n_rows, *rows.shape)
+    the rows."""
+    rows, known = buffer.rows, has_values(buffer.energy)
+    k = min(limit or len(rows), *rows.shape)
     precision = torch.float64 if accurate else rows.dtype
     method, left = "gram", None
     if rows.numel() <= SVD_LIMIT:
-        method, precision = "svd", None
+        method = "svd"
         left, singular, Vh = torch.linalg.svd(rows.double(), full_matrices=False)
         eigenvalues, directions = singular.square(), Vh.to(rows.dtype)
         left = left * singular
-    elif n_rows > rows.shape[1]:  # the eigenvectors of J̃ᵀJ̃ are the directions
+    elif len(rows) > rows.shape[1]:  # the eigenvectors of J̃ᵀJ̃ are the directions
         eigenvalues, V = torch.linalg.eigh(_gram(rows.T, precision))
         eigenvalues, directions = eigenvalues.flip(0), V.flip(1).T.to(rows.dtype)
     else:
@@ -254,20 +223,26 @@ def _decompose(
         scale = eigenvalues[:k].sqrt().clamp_min(torch.finfo(torch.float64).tiny)
         directions = _multiply((U / scale * (eigenvalues[:k] > 0)).T, rows)
         left = U * scale
-    rank = min(_usable_rank(eigenvalues, rows, precision, top), k)
-    if rank == 0 and top is None:
+    rank = k
+    if known:
+        # Rounding of relative size ε in the entries has a spectral norm of about
+        # ε√max(M, P)·σ₁; that of a Gram matrix's products is about ε√M·λ₁.
+        noise = (10 * torch.finfo(rows.dtype).eps) ** 2 * max(rows.shape)
+        if method == "gram":
+            noise = max(noise, torch.finfo(precision).eps * len(rows) ** 0.5)
+        rank = min(k, int((eigenvalues > noise * eigenvalues[0]).sum()))
+    if rank == 0:
         raise ValueError(
             f"All {buffer.n_samples} sampled gradients are zero: the outputs do not "
             "depend on the parameters. Check that the right parameters require "
             "gradients."
         )
     directions = directions[:rank]
-    if method == "gram" and rank:
+    if method == "gram":
         factor = _orthonormalize(directions)
         left = None if left is None else left[:, :rank] @ factor
     if left is None:  # the rows are still there
         left = rows.double() @ directions.double().T
-    known = has_values(buffer.energy)
     basis = NystromBasis(
         directions,
         eigenvalues[:rank].clamp_min(0),
@@ -280,40 +255,10 @@ def _decompose(
     return basis, left[:, :rank]
 
 
-def _usable_rank(
-    eigenvalues: torch.Tensor,
-    rows: torch.Tensor,
-    gram_dtype: torch.dtype | None,
-    top: float | None,
-) -> int:
-    """Return the number of directions above the rounding noise of the rows.
-
-    Noise of relative size ε in the entries has spectral norm of about ε√max(M, P)·σ₁;
-    a Gram matrix carries its own rounding noise of about ε√M·λ₁, by its products.
-    """
-    if not has_values(eigenvalues):
-        return min(rows.shape)
-    eps = torch.finfo(rows.dtype).eps
-    top = max(float(eigenvalues[0]), top or 0.0)
-    noise = (10 * eps) ** 2 * max(rows.shape)
-    if gram_dtype is not None:
-        noise = max(noise, torch.finfo(gram_dtype).eps * len(rows) ** 0.5)
-    return int((eigenvalues > top * noise).sum())
-
-
-def _energy(rows: torch.Tensor, accurate: bool) -> torch.Tensor:
-    """Return the sum of all squares in float64: of a block in the rows' dtype, unless
-    all are to be `accurate`, which takes five times as long."""
-    parts = rows.reshape(-1).split(WIDTH)
-    if accurate:
-        parts = [part.double() for part in parts]
-    return torch.stack([torch.dot(part, part) for part in parts]).double().sum()
-
-
 def _gram(rows: torch.Tensor, precision: torch.dtype | None = None) -> torch.Tensor:
-    """Return J̃J̃ᵀ `(M, M)`: products in the rows' dtype unless told, added up in
-    float64. Only the blocks on and below the diagonal are multiplied."""
-    dtype = rows.dtype if precision is None else precision
+    """Return J̃J̃ᵀ `(M, M)`, of which only the lower triangle is set: products in the
+    rows' dtype unless told, added up in float64."""
+    dtype = precision or rows.dtype
     width = WIDTH if dtype == rows.dtype else WIDTH // 8  # copies should be small
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
     with full_precision(rows.device):
@@ -321,10 +266,6 @@ def _gram(rows: torch.Tensor, precision: torch.dtype | None = None) -> torch.Ten
             block = rows[:, columns].to(dtype)
             for part in chunks(len(rows), HEIGHT):
                 total[part, : part.stop] += block[part] @ block[: part.stop].T
-    for part in chunks(len(rows), HEIGHT):  # in place: copies would be as large
-        total[: part.start, part] = total[part, : part.start].T
-        square = total[part, part]
-        square.copy_(square.tril() + square.tril(-1).T)
     return total
 
 
