@@ -178,15 +178,15 @@ def _effective_dof(posterior: SubspacePosterior) -> float:
 def _outside(posterior: SubspacePosterior) -> tuple[float | None, float]:
     """Return effective parameters outside the basis, and the estimated share of the
     evidence's log determinant."""
-    tail = posterior.tail
-    if tail is None or posterior.prior.numel() > 1:
+    spectrum = posterior.spectrum
+    if spectrum is None or posterior.prior.numel() > 1:
         return None, 0.0
     ridge = posterior.prior.double() / posterior.factor.double()
-    top = tail.spectrum.scaled[: posterior.rank]
-    freedom = tail.spectrum.degrees_of_freedom(ridge) - (top / (top + ridge)).sum()
+    top = spectrum.scaled[: posterior.rank]
+    freedom = spectrum.degrees_of_freedom(ridge) - (top / (top + ridge)).sum()
     share = 0.0
-    if posterior.whole and not tail.spectrum.complete:
-        beyond = tail.spectrum.log_det_beyond(posterior.rank, ridge)
+    if posterior.whole and not spectrum.complete:
+        beyond = spectrum.log_det_beyond(posterior.rank, ridge)
         share = float(beyond / posterior.log_det_ratio)
     return max(float(freedom), 0.0), share
 

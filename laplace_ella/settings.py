@@ -318,7 +318,7 @@ class EllaSettings(ParametricLaplace):
     def complement(self, complement: Complement | str | float | None) -> None:
         complement, fit = checked_complement(complement), self.fitted
         if complement is Complement.MATCHED and fit is not None and not fit.spans_all:
-            if fit.tail is None or fit.span is None:
+            if fit.spectrum is None or fit.span is None:
                 raise ValueError(UNKNOWN_SPAN)
         self._complement = complement
         self._posterior_scale = None

@@ -309,7 +309,7 @@ def test_sketch_keeps_what_is_outside_a_span():
     exact = (new - new @ Q @ Q.T).square().sum(1)
     sketch = Sketch.of(5000, 60, 0, torch.device("cpu"))
     assert sketch.size == Sketch.size_for(5000, 60) == 180
-    groups = sketch.of_many(rows)
+    groups = sketch(rows)
     expected = torch.zeros(60, 28 * 180).double()
     expected[:, :5000] = rows * sketch.signs
     assert_close(groups, expected.unflatten(1, (28, 180)).sum(1))

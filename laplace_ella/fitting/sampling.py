@@ -184,7 +184,7 @@ def _gather(
         if sketch is not None:
             own = torch.cat([sketch(buffer.rows[:0]), *beyond])
             beyond = [plan.processes.rows("other gradients", own)]
-    groups = None if sketch is None else sketch.of_many(buffer.rows)
+    groups = None if sketch is None else sketch(buffer.rows).clone()
     accurate = plan.has_curvature_rows  # whose small eigenvalues are used
     with warnings.catch_warnings():
         if plan.n_eigenvalues == "auto":

@@ -82,6 +82,13 @@ class NystromBasis:
         return self.directions.T
 
     @property
+    def all_eigenvalues(self) -> torch.Tensor:
+        """Eigenvalues of J̃J̃ᵀ, all that are known."""
+        if self.tail is None:
+            return self.eigenvalues
+        return torch.cat([self.eigenvalues, self.tail])
+
+    @property
     def explained(self) -> torch.Tensor:
         """Share of the trace in the first k directions, `(K,)`."""
         return self.eigenvalues.cumsum(0) / self.trace
@@ -95,11 +102,9 @@ class NystromBasis:
 
     def truncate(self, rank: int) -> NystromBasis:
         """Return the basis of the first `rank` directions."""
-        top, tail = self.eigenvalues[:rank], self.tail
-        if tail is not None:
-            tail = torch.cat([self.eigenvalues[rank:], tail])
-        directions = self.directions[:rank]
-        return replace(self, directions=directions, eigenvalues=top, tail=tail)
+        tail = None if self.tail is None else self.all_eigenvalues[rank:]
+        directions, eigenvalues = self.directions[:rank], self.eigenvalues[:rank]
+        return replace(self, directions=directions, eigenvalues=eigenvalues, tail=tail)
 
 
 class RowBuffer:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -85,112 +86,83 @@ class EvidenceScope(str, Enum):
 
 @dataclass(frozen=True)
 class Precisions:
-    """Precisions of the parts of a gradient outside the basis.
+    """Matched precisions of the parts of a gradient outside the basis.
 
     Attributes
     ----------
     within : torch.Tensor
-        α `(n - 1,)`, in the decades of the span
+        α of each decade of the span
     usual : torch.Tensor
-        β, outside the span, up to `largest`
-    beyond : torch.Tensor
+        β, outside the span, up to a squared norm of `largest`
+    prior : torch.Tensor
         δ, of what exceeds it
     single : torch.Tensor
         one for all, where they cannot be told apart
     largest : float
-        squared norm outside the span that gradients of the data hardly exceed
     """
 
     within: torch.Tensor
     usual: torch.Tensor
-    beyond: torch.Tensor
+    prior: torch.Tensor
     single: torch.Tensor
-    largest: float = 0.0
+    largest: float
+
+    @classmethod
+    def matched(
+        cls,
+        spectrum: Spectrum,
+        span: Span,
+        factor: torch.Tensor,
+        prior: torch.Tensor,
+        rank: int,
+        freedom_within: torch.Tensor,
+        trace_within: torch.Tensor,
+    ) -> Precisions:
+        """Return them for f = 1/(σ²T) and δ, both scalars, and a basis of `rank`
+        directions with so many effective parameters and this trace of H."""
+        f, delta = factor.double().reshape(()), prior.double().reshape(())
+        n = max(spectrum.n_rows, 1)  # without data nothing is known: the prior holds
+
+        def ratio(a: Any, b: torch.Tensor, n: int = 1) -> torch.Tensor:
+            """Return a/b from δ to δ + fna; the latter where b is not positive."""
+            most = delta + f * n * a
+            found = torch.where(b > 0, a / b.clamp_min(1e-300), most)
+            return torch.minimum(torch.maximum(found, delta), most)
+
+        # In each decade by the eigenvalues beyond the basis. Where it has none, what
+        # seems to lie there is known as well as the basis is.
+        values = spectrum.scaled[: sum(span.sizes)]
+        freedoms = values / (f * values + delta)
+        within, start = [], 0
+        for size in span.sizes:
+            known = slice(max(start, min(rank, start + size - 1)), start + size)
+            total = values[known].sum()
+            within.append(ratio(total, freedoms[known].sum()))
+            start += size
+        # New inputs like the data: their variance, less what is in basis and span.
+        freedom = spectrum.degrees_of_freedom(delta / f)
+        variance = freedom / (f * (n - freedom).clamp_min(1e-9 * n))
+        variance = variance - freedom_within / (f * n)
+        norm = (spectrum.trace - trace_within).clamp_min(0) / n
+        single = ratio(norm, variance, spectrum.n_rows)
+        known = torch.stack(within)
+        if span.usual is None:
+            return cls(known, delta, delta, single, span.largest)
+        variance = variance - freedoms[rank:].sum() / n
+        usual = ratio(span.usual, variance, spectrum.n_rows)
+        # Directions that the sample knows are known no less than others.
+        known = torch.maximum(known, usual)
+        return cls(known, usual, delta, single, span.largest)
 
     def covariance(self, residual: torch.Tensor) -> torch.Tensor:
         """Return the covariance from products `(..., n, c, c)` of the gradients' parts
         outside the basis."""
-        known, outside = residual[..., :-1, :, :], residual[..., -1, :, :]
-        known = torch.einsum("...nij,n->...ij", known, 1 / self.within.to(known))
+        decades, outside = residual[..., :-1, :, :], residual[..., -1, :, :]
+        known = (decades / self.within.to(decades)[:, None, None]).sum(-3)
         norms = outside.diagonal(dim1=-2, dim2=-1)
         usual = norms.clamp_max(self.largest) / self.usual.to(norms)
-        beyond = (norms - self.largest).clamp_min(0) / self.beyond.to(norms)
+        beyond = (norms - self.largest).clamp_min(0) / self.prior.to(norms)
         # Each gradient's part is scaled, so that the sum is positive semi-definite.
         gain = (usual + beyond) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
         root = gain.clamp_min(0).sqrt()
         return known + root.unsqueeze(-1) * outside * root.unsqueeze(-2)
-
-
-@dataclass(frozen=True)
-class Tail:
-    """What is known of the curvature outside the basis.
-
-    Attributes
-    ----------
-    spectrum : Spectrum
-    span : Span, optional
-        of the sampled gradients, where it was kept
-    """
-
-    spectrum: Spectrum
-    span: Span | None = None
-
-    def precisions(
-        self,
-        rank: int,
-        factor: torch.Tensor,
-        prior: torch.Tensor,
-        freedom_within: torch.Tensor,
-        trace_within: torch.Tensor,
-    ) -> Precisions:
-        """Return matched precisions.
-
-        Parameters
-        ----------
-        rank : int
-            K, directions in the basis
-        factor, prior : torch.Tensor
-            f = 1/(σ²T) and δ, scalars
-        freedom_within, trace_within : torch.Tensor
-            effective number of parameters in the basis, and trace of the curvature H
-        """
-        f, delta = factor.double().reshape(()), prior.double().reshape(())
-        spectrum, n = self.spectrum, self.spectrum.n_rows
-        span = self.span
-        # Within the span, by the eigenvalues beyond the basis. Where a decade has none,
-        # what seems to lie there is known as well as the basis is.
-        sizes = () if span is None else span.sizes
-        values = spectrum.scaled[: sum(sizes) if sizes else None]
-        freedoms = values / (f * values + delta)
-        freedom_span = f * freedoms[rank:].sum()
-        within, start = [], 0
-        for size in sizes:
-            known = slice(max(start, min(rank, start + size - 1)), start + size)
-            total = values[known].sum()
-            most = delta + f * total
-            within.append(_ratio(total, freedoms[known].sum(), delta, most))
-            start += size
-        within = torch.stack(within) if within else f.new_zeros(0)
-        # New inputs like the data: their variance, less what is in basis and span.
-        freedom = spectrum.degrees_of_freedom(delta / f)
-        n = max(n, 1)  # without data nothing is known, and the prior holds
-        variance = freedom / (f * (n - freedom).clamp_min(1e-9 * n))
-        variance = variance - freedom_within / (f * n)
-        norm = (spectrum.trace - trace_within).clamp_min(0) / n
-        single = _ratio(norm, variance, delta, delta + f * spectrum.n_rows * norm)
-        if span is None or span.usual is None:
-            return Precisions(within, delta, delta, single)
-        norm, largest = span.usual, span.largest
-        most = delta + f * spectrum.n_rows * norm
-        unexplained = variance - freedom_span / (f * n)
-        usual = _ratio(norm, unexplained, delta, most)
-        # Directions that the sample knows are known no less than others.
-        return Precisions(torch.maximum(within, usual), usual, delta, single, largest)
-
-
-def _ratio(
-    a: torch.Tensor | float, b: torch.Tensor, low: torch.Tensor, high: torch.Tensor
-) -> torch.Tensor:
-    """Return a/b between two limits; the upper one where b is not positive."""
-    ratio = torch.where(b > 0, a / b.clamp_min(1e-300), high)
-    return torch.minimum(torch.maximum(ratio, low), high)

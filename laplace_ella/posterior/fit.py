@@ -11,7 +11,7 @@ import torch
 
 from laplace_ella.derivatives.linearizer import Linearizer
 from laplace_ella.posterior.basis import NystromBasis
-from laplace_ella.posterior.complement import Complement, EvidenceScope, Tail
+from laplace_ella.posterior.complement import Complement, EvidenceScope
 from laplace_ella.posterior.likelihood import losses
 from laplace_ella.posterior.observation import Family, ObservationModel
 from laplace_ella.posterior.posterior import SubspacePosterior
@@ -145,20 +145,17 @@ class Fit:
         return self.sums.H if self.mode_curvature is None else self.mode_curvature
 
     @cached_property
-    def tail(self) -> Tail | None:
-        """What the sampled gradients tell of the curvature outside the basis."""
+    def spectrum(self) -> Spectrum | None:
+        """The spectrum of the curvature, where the sampled gradients tell it."""
         basis, n_rows = self.basis, self.sums.n_data * self.n_outputs
         if not self.curvature_rows or self.spans_all or self.sums.H.ndim > 2:
             return None
         if basis.tail is None or not has_values(basis.eigenvalues):
             return None
         with torch.inference_mode(False):  # it is kept, and differentiated later
-            eigenvalues = torch.cat([basis.eigenvalues, basis.tail])
-            eigenvalues = eigenvalues.to(self.sums.H.device)
-        spectrum = Spectrum(
-            eigenvalues, basis.n_samples, n_rows, len(self.mean), self.complete
-        )
-        return Tail(spectrum, self.span)
+            eigenvalues = basis.all_eigenvalues.to(self.sums.H.device)
+        sizes = basis.n_samples, n_rows, len(self.mean)
+        return Spectrum(eigenvalues, *sizes, self.complete)
 
     @property
     def complete(self) -> bool:
@@ -214,7 +211,7 @@ class Fit:
         if asked is not None:
             return asked
         matched = self.complement is Complement.MATCHED
-        if matched and (prior.numel() > 1 or self.tail is None):
+        if matched and (prior.numel() > 1 or self.spectrum is None):
             return Complement.PRIOR
         return self.complement
 
@@ -228,9 +225,8 @@ class Fit:
         """Return the posterior under given hyperparameters."""
         H, factor = observation.weigh(self.H)
         whole = evidence is EvidenceScope.WHOLE
-        return SubspacePosterior(
-            self.basis, H, factor, prior, complement, self.tail, whole
-        )
+        known = self.spectrum, self.span, whole
+        return SubspacePosterior(self.basis, H, factor, prior, complement, *known)
 
     def variance_error(self, posterior: SubspacePosterior) -> float:
         """Return the relative error of the variance at training inputs that rounding

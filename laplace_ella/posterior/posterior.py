@@ -20,19 +20,17 @@ from typing import Any
 
 import torch
 
-from laplace_ella.derivatives.complements import GradientSplit
+from laplace_ella.derivatives.complements import GradientSplit, accurate_product
 from laplace_ella.errors import NumericalWarning, warn_caller
 from laplace_ella.posterior.basis import NystromBasis
-from laplace_ella.posterior.complement import (
-    UNKNOWN_SPAN,
-    Complement,
-    Precisions,
-    Tail,
-)
+from laplace_ella.posterior.complement import UNKNOWN_SPAN, Complement, Precisions
 from laplace_ella.posterior.observation import FunctionValues
+from laplace_ella.posterior.span import Span
+from laplace_ella.posterior.spectrum import Spectrum
 
-#: More directions than these are sorted by what the data know of them, to predict.
-MANY_DIRECTIONS = 256
+#: Of more directions than these only those are predicted with of which the data know a
+#: larger share than this.
+MANY_DIRECTIONS, KNOWN = 256, 1e-4
 
 
 def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
@@ -41,21 +39,22 @@ def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
     try:
         return torch.linalg.cholesky(matrix)
     except failed:
-        scale, jitter = float(matrix.detach().diagonal().abs().mean()), 0.0
+        scale = matrix.detach().diagonal().abs().mean()
     for exponent in range(-14, -3):
-        jitter = scale * 10.0**exponent
-        eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-        factor, info = torch.linalg.cholesky_ex(matrix + jitter * eye)
+        jitter = (scale * 10.0**exponent).expand(len(matrix))
+        factor, info = torch.linalg.cholesky_ex(matrix + jitter.diag())
         if not info.any():
             warn_caller(
-                f"The posterior precision was not positive definite; {jitter:.1e} was "
-                "added to its diagonal. A larger prior precision avoids this.",
+                "The posterior precision was not positive definite; "
+                f"{float(jitter[0]):.1e} was added to its diagonal. A larger prior "
+                "precision avoids this.",
                 NumericalWarning,
             )
             return factor
     raise failed(
         "The posterior precision is not positive definite, even after adding "
-        f"{jitter:.1e} to its diagonal. Check the prior precision and the data."
+        f"{float(scale) * 1e-4:.1e} to its diagonal. Check the prior precision and the "
+        "data."
     )
 
 
@@ -69,7 +68,7 @@ def _log_det(matrix: torch.Tensor) -> torch.Tensor:
 def _times(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return rows `(..., K)` times a matrix, or a diagonal `(K,)`."""
     matrix = matrix.to(rows)
-    return rows * matrix if matrix.ndim == 1 else rows @ matrix
+    return rows * matrix if matrix.ndim == 1 else accurate_product(rows, matrix.mT)
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,13 @@ class SubspacePosterior:
         prior precision: scalar `(1,)`, layerwise `(L,)` or diagonal `(P,)`
     complement : Complement or float
         a number is the precision of all directions outside the basis
-    tail : Tail, optional
-        what is known of the curvature outside the basis
+    spectrum : Spectrum, optional
+        of the curvature, inside the basis and outside it
+    span : Span, optional
+        of the sampled gradients
     whole : bool
-        whether the evidence is of the whole spectrum, as far as the tail is known, or
-        of the directions in the basis
+        whether the evidence is of the whole spectrum, where it is known, or of the
+        directions in the basis
 
     Examples
     --------
@@ -104,10 +105,9 @@ class SubspacePosterior:
     >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
     >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
     >>> la.fit(DataLoader(data, batch_size=25))
-    >>> posterior = la.posterior
-    >>> posterior.precision.shape, posterior.truncate(3).rank
+    >>> la.posterior.precision.shape, la.posterior.truncate(3).rank
     (torch.Size([5, 5]), 3)
-    >>> wider = posterior.with_(prior=torch.tensor([0.5]))  # la stays as it is
+    >>> wider = la.posterior.with_(prior=torch.tensor([0.5]))  # la stays as it is
     >>> float(wider.prior), float(la.prior_precision)
     (0.5, 1.0)
     """
@@ -117,27 +117,23 @@ class SubspacePosterior:
     factor: torch.Tensor
     prior: torch.Tensor
     complement: Complement | float = Complement.DROP
-    tail: Tail | None = None
+    spectrum: Spectrum | None = None
+    span: Span | None = None
     whole: bool = False
 
     def __post_init__(self) -> None:
         if self.complement in (Complement.DROP, Complement.PRIOR):
             return
         matched = self.complement is Complement.MATCHED
-        if matched and (self.tail is None or not self.tail.span):
+        if matched and (self.spectrum is None or self.span is None):
             raise ValueError(UNKNOWN_SPAN)
-        if self.prior.numel() > 1:
+        if not self.is_scalar:
+            asked = "matched" if matched else self.complement
             raise ValueError(
-                f"complement={self._complement_text} needs one prior precision for all "
-                f"weights, got {self.prior.numel()}. Use complement='prior', or set "
-                "one number as prior_precision."
+                f"complement={asked!r} needs one prior precision for all weights, got "
+                f"{self.prior.numel()}. Use complement='prior', or set one number as "
+                "prior_precision."
             )
-
-    @property
-    def _complement_text(self) -> str:
-        """As a user would write it."""
-        value = self.complement
-        return repr(value.value if isinstance(value, Complement) else value)
 
     @property
     def rank(self) -> int:
@@ -171,38 +167,29 @@ class SubspacePosterior:
         basis = replace(self.basis, directions=self.basis.directions[:0])
         return replace(self, basis=basis, H=eigenvalues.clamp_min(0)), Q
 
-    def reduced(self, tolerance: float = 1e-3) -> SubspacePosterior:
-        """Return one with few directions and nearly the same variances.
+    @cached_property
+    def for_predictions(self) -> SubspacePosterior:
+        """The same with few directions and variances equal to 1e-4, for predictions in
+        a third of the time or less.
 
         Where the complement is kept at a scalar prior, eigenvectors of the curvature
-        with fλ/(fλ + δ) below the tolerance may as well lie outside the basis. No
-        variance changes by more than this share. With 1e-4 on a digits MLP 615 to 868
-        of 2,400 directions stay, and predictions take a quarter of the time. The basis
-        is that of the curvature, not of the gradients, and takes O(K³ + K²P).
+        with fλ/(fλ + δ) below a tolerance may as well lie outside the basis: no
+        variance changes by more than this share. On a digits MLP 615 to 868 of 2,400
+        directions stay. The basis is that of the curvature, not of the gradients, and
+        takes O(K³ + K²P).
         """
-        scalar = self.prior.numel() == 1 and self.H.ndim == 2
-        if self.complement is not Complement.PRIOR or not scalar:
+        if self.rank <= MANY_DIRECTIONS or not self.is_scalar or self.H.ndim == 1:
+            return self
+        if self.complement is not Complement.PRIOR:
             return self
         eigenvalues, Q = torch.linalg.eigh(self.H.detach().double())
         eigenvalues, Q = eigenvalues.flip(0).clamp_min(0), Q.flip(1)
         known = self.factor * eigenvalues
-        rank = max(1, int((known > tolerance * (known + self.prior.double())).sum()))
-        directions = self.basis.directions
-        basis = NystromBasis(
-            Q[:, :rank].mT.to(directions) @ directions,
-            eigenvalues[:rank],
-            self.basis.n_samples,
-            float(eigenvalues.sum()),
-            "curvature",
-            self.basis.numels,
-        )
-        return replace(self, basis=basis, H=eigenvalues[:rank], tail=None, whole=False)
-
-    @cached_property
-    def for_predictions(self) -> SubspacePosterior:
-        """The same with variances equal to 1e-4, at a third of the time or less: with
-        the directions that the data know, where there are many."""
-        return self.reduced(1e-4) if self.rank > MANY_DIRECTIONS else self
+        rank = max(1, int((known > KNOWN * (known + self.prior.double())).sum()))
+        V, eigenvalues = self.basis.directions, eigenvalues[:rank]
+        V = Q[:, :rank].mT.to(V) @ V
+        basis = replace(self.basis, directions=V, eigenvalues=eigenvalues, tail=None)
+        return replace(self, basis=basis, H=eigenvalues, whole=False)
 
     # The prior
 
@@ -278,12 +265,12 @@ class SubspacePosterior:
         within = _log_det(self.precision) - _log_det(self.prior_on_subspace)
         return within + self._log_det_beyond(self.rank)
 
-    def _log_det_beyond(self, rank: int) -> torch.Tensor | float:
+    def _log_det_beyond(self, rank: int) -> torch.Tensor:
         """Return what directions after the first `rank` add to it."""
-        if self.tail is None or not self.whole or not self.is_scalar:
-            return 0.0
+        if self.spectrum is None or not self.whole or not self.is_scalar:
+            return self.factor.new_zeros((), dtype=torch.float64)
         ridge = self.prior.double() / self.factor.double()
-        return self.tail.spectrum.log_det_beyond(rank, ridge.reshape(()))
+        return self.spectrum.log_det_beyond(rank, ridge.reshape(()))
 
     def log_det_ratios(self) -> torch.Tensor:
         """Return the same for every rank k = 1..K, `(K,)`, from one factorisation.
@@ -295,8 +282,7 @@ class SubspacePosterior:
             return torch.stack([self.truncate(k).log_det_ratio for k in ranks])
         G, prior = _cholesky(self.precision), _cholesky(self.prior_on_subspace)
         within = 2 * (G.diagonal() / prior.diagonal()).log().cumsum(0)
-        beyond = [torch.as_tensor(self._log_det_beyond(k)).to(within) for k in ranks]
-        return within + torch.stack(beyond)
+        return within + torch.stack([self._log_det_beyond(k) for k in ranks])
 
     # Weight space
 
@@ -330,19 +316,19 @@ class SubspacePosterior:
     ) -> torch.Tensor:
         """Return θ − θ̂ `(n, P)` from normal noise `(n, K)` and, for the complement,
         `(n, P)`."""
-        V = self.basis.directions.to(noise)
-        z = _times(noise, self.scale.mT if self.scale.ndim > 1 else self.scale)
+        V, scale = self.basis.directions.to(noise), self.scale
+        z = _times(noise, scale if scale.ndim == 1 else scale.mT)
         if outside is None:
-            return z @ V
+            return _times(z, V)
         if self.is_scalar:
             # One precision outside: single weights do not tell the parts apart.
             outside = outside * self.outside_precision.to(noise).rsqrt()
-            return outside + (z - outside @ V.mT) @ V
+            return outside + _times(z - accurate_product(outside, V), V)
         # A draw ε from the prior, its z replaced by one of the posterior.
         variance = 1 / self.prior_diagonal().to(noise)
         outside = outside * variance.sqrt()
-        shift = _times(z - outside @ V.mT, self.prior_on_subspace)
-        return outside + (shift @ V) * variance
+        shift = _times(z - accurate_product(outside, V), self.prior_on_subspace)
+        return outside + _times(shift, V) * variance
 
     # Function space
 
@@ -360,31 +346,32 @@ class SubspacePosterior:
     @property
     def gradient_split(self) -> GradientSplit:
         """Splits gradients into features and what else predictions need of them."""
-        V, tail = self.basis.directions, self.tail
+        V, span = self.basis.directions, self.span
         if self.prior_of_gradients is not None:
             weights = (1 / self.prior_diagonal()).detach()
             return GradientSplit(V, weights, self.prior_on_subspace.detach())
-        if self.complement is Complement.MATCHED and tail and tail.span:
-            parts, n_parts = tail.span.parts, len(tail.span.sizes) + 1
-            return GradientSplit(V, parts=parts, n_parts=n_parts)
+        if self.complement is Complement.MATCHED and span is not None:
+            return GradientSplit(V, parts=span.parts, n_parts=len(span.sizes) + 1)
         return GradientSplit(V)
 
     @cached_property
-    def matched(self) -> Precisions | None:
-        """Matched precisions of the parts outside the basis, where they are asked
-        for."""
-        if self.complement is not Complement.MATCHED or self.tail is None:
+    def _matched(self) -> Precisions | None:
+        """Matched precisions, where they are asked for."""
+        spectrum, span = self.spectrum, self.span
+        matched = self.complement is Complement.MATCHED
+        if not matched or spectrum is None or span is None:
             return None
         variances = self.scale.square().sum()
         freedom = self.rank - (self.prior.double() * variances).squeeze()
         trace = self.H.trace() if self.H.ndim > 1 else self.H.sum()
-        return self.tail.precisions(self.rank, self.factor, self.prior, freedom, trace)
+        known = spectrum, span, self.factor, self.prior
+        return Precisions.matched(*known, self.rank, freedom, trace)
 
     @property
     def outside_precision(self) -> torch.Tensor:
         """One precision for all directions outside the basis, for a scalar prior."""
-        if self.matched is not None:
-            return self.matched.single
+        if self._matched is not None:
+            return self._matched.single
         prior = self.prior.double().reshape(())
         if isinstance(self.complement, Complement):
             return prior
@@ -410,14 +397,14 @@ class SubspacePosterior:
         outputs : torch.Tensor, optional
             which outputs of each row features are of, `(B, c)`; None for all
         """
-        root, matched = self.scale, self.matched
+        root, matched = self.scale, self._matched
         if not self.needs_residual:
             residual = None
         elif residual is None or (matched is not None and residual.shape[-3] == 1):
             raise ValueError(
-                f"complement={self._complement_text} needs the part of J(x) outside "
-                "the basis besides the features; make the cache with this posterior, "
-                "after setting the complement."
+                "This complement needs the part of J(x) outside the basis besides the "
+                "features; make the cache with this posterior, after setting the "
+                "complement."
             )
         elif not self.is_scalar:  # φ = JD⁻¹V, the factor is JW G^{-1/2}
             root, residual = self.prior_on_subspace @ root, residual.sum(-3)

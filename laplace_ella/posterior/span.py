@@ -22,24 +22,14 @@ from laplace_ella.support.preserve import full_precision
 #: 30 % too small on one, with a scatter of 5 to 10 %.
 ALL_PER_ROW, GROUPS_PER_ROW = 4, 3
 
-#: Rows whose sums stay in the processor's cache while they are added up.
-ROWS_AT_ONCE = 64
-
 #: Share of the data's gradients that have no more outside the span than `largest`.
 MOST = 0.99
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """Signed sums of parameters in groups, or all parameters as they are.
-
-    Attributes
-    ----------
-    signs : torch.Tensor, optional
-        ±1 `(P,)`, int8; None for all parameters as they are
-    size : int
-        p, the number of groups
-    """
+    """Sums of the parameters in p groups, with signs ±1 `(P,)`, int8; or all p = P
+    parameters as they are."""
 
     signs: torch.Tensor | None
     size: int
@@ -70,10 +60,6 @@ class Sketch:
             width = group.stop - group.start
             sums[..., :width] += rows[..., group] * signs[group]
         return sums
-
-    def of_many(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor with the same of rows `(M, P)`."""
-        return torch.cat([self(part) for part in rows.split(ROWS_AT_ONCE)])
 
 
 def decades(eigenvalues: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
@@ -124,8 +110,9 @@ class Span:
         """Return what is inside `(..., r)` and outside `(..., p)` of sketched
         gradients, the latter as long as it was."""
         directions, size = self.directions.to(sums), self.sketch.size
-        inside = sums @ directions.mT
-        outside = sums - inside @ directions
+        with full_precision(sums.device):
+            inside = sums @ directions.mT
+            outside = sums - inside @ directions
         kept = 1.0 if self.sketch.signs is None else (size - len(directions)) / size
         return inside, outside / kept**0.5
 
@@ -134,24 +121,20 @@ class Span:
         `(n, p)`."""
         if not has_values(others):
             return self
-        with full_precision(others.device):
-            norms = self._split(others)[1].double().square().sum(-1)
-        return replace(
-            self, usual=float(norms.mean()), largest=float(norms.quantile(MOST))
-        )
+        norms = self._split(others)[1].double().square().sum(-1)
+        usual, largest = float(norms.mean()), float(norms.quantile(MOST))
+        return replace(self, usual=usual, largest=largest)
 
 
 def sampled_span(groups: torch.Tensor, sketch: Sketch, basis: NystromBasis) -> Span:
-    """Return the span of the rows that a basis was made from, by their sums in groups
-    `(M, p)`."""
-    if basis.tail is None:
-        raise ValueError("The span of a summary of the gradients is not known.")
-    shape = (groups.shape[1],), len(groups) + 1, len(groups)
-    buffer = RowBuffer(*shape, groups.dtype, groups.device)
+    """Return the span of the rows that a basis was made from, all of them, by their
+    sums in groups `(M, p)`."""
+    buffer = RowBuffer(
+        (groups.shape[1],), len(groups) + 1, 0, groups.dtype, groups.device
+    )
     buffer.append(groups)
-    directions = nystrom_basis(buffer, None).directions
-    eigenvalues, sizes = torch.cat([basis.eigenvalues, basis.tail]), [len(directions)]
-    if has_values(eigenvalues):
-        at = decades(eigenvalues[: len(directions)], eigenvalues[0])
-        sizes = at.bincount().tolist()
-    return Span(directions, sketch, tuple(sizes))
+    directions, sizes = nystrom_basis(buffer, None).directions, None
+    if has_values(directions):
+        eigenvalues = basis.all_eigenvalues[: len(directions)]
+        sizes = decades(eigenvalues, eigenvalues[0]).bincount().tolist()
+    return Span(directions, sketch, tuple(sizes or [len(directions)]))

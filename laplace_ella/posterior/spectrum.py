@@ -25,6 +25,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from scipy.integrate import cumulative_trapezoid
 
 #: Up to this share of M the degrees of freedom of a sample are trusted; the line that
 #: continues them is fitted where they exceed the lower share.
@@ -42,12 +43,8 @@ class Spectrum:
     ----------
     eigenvalues : torch.Tensor
         of the sample's Gram matrix, descending, float64
-    n_samples : int
-        M
-    n_rows : int
-        N
-    n_params : int
-        P
+    n_samples, n_rows, n_params : int
+        M, N, P
     complete : bool
         whether the sample is all N rows, which their numbers alone do not tell: other
         rows may have been sampled
@@ -80,17 +77,13 @@ class Spectrum:
         """Return log det(I + JᵀJ/ridge), differentiable."""
         if self.complete:
             return torch.log1p(self.eigenvalues / ridge.double()).sum()
-        if not self.n_rows:
-            return torch.zeros_like(self.eigenvalues[0])
-        return self._interpolate(ridge.double().log())[0].reshape(())
+        return self._interpolate(ridge)[0]
 
     def degrees_of_freedom(self, ridge: torch.Tensor) -> torch.Tensor:
         """Return tr JᵀJ(JᵀJ + ridge)⁻¹, the effective number of parameters."""
         if self.complete:
             return (self.eigenvalues / (self.eigenvalues + ridge.double())).sum()
-        if not self.n_rows:
-            return torch.zeros_like(self.eigenvalues[0])
-        return -self._interpolate(ridge.double().log())[1].reshape(())
+        return -self._interpolate(ridge)[1]
 
     def log_det_beyond(self, rank: int, ridge: torch.Tensor) -> torch.Tensor:
         """Return what directions after the first `rank` add to the log determinant."""
@@ -101,19 +94,20 @@ class Spectrum:
         return (self.log_det(ridge) - within).clamp_min(0)
 
     @cached_property
-    def _table(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Increasing log ridge, log det and its derivative there."""
+    def _table(self) -> torch.Tensor:
+        """Increasing log ridge, log det and its derivative there, `(3, n)`."""
         eigenvalues = self.eigenvalues.cpu().numpy()
         table = _tabulate(eigenvalues, self.n_samples, self.n_rows, self.n_params)
-        device = self.eigenvalues.device
         with torch.inference_mode(False):  # it is kept, and differentiated later
-            x, y, slope = (torch.as_tensor(c.copy(), device=device) for c in table)
-        return x, y, slope
+            return torch.tensor(table, device=self.eigenvalues.device)
 
-    def _interpolate(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _interpolate(self, ridge: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log det and its derivative by the logarithm t of the ridge: cubic
         between the points, straight below them, trace/ridge above them."""
-        x, y, slope = self._table
+        if not self.n_rows:
+            nothing = torch.zeros_like(self.eigenvalues[0])
+            return nothing, nothing
+        t, (x, y, slope) = ridge.double().log().reshape(()), self._table
         inside = torch.maximum(torch.minimum(t, x[-1]), x[0])
         i = torch.searchsorted(x, inside.detach()).clamp(1, len(x) - 1)
         width = x[i] - x[i - 1]
@@ -129,64 +123,43 @@ class Spectrum:
 
 def _tabulate(
     eigenvalues: np.ndarray, n_samples: int, n_rows: int, n_params: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> np.ndarray:
     """Return log ridge, log det(I + JᵀJ/ridge) and its derivative, for all N rows."""
-    log_kappa, freedom, log_det = _population(eigenvalues, n_samples, n_params)
-    possible = freedom < n_rows * (1 - 1e-9)
-    log_kappa, freedom, log_det = (
-        column[possible][::-1] for column in (log_kappa, freedom, log_det)
-    )
-    left = np.log1p(-freedom / n_rows)  # log(1 − df/N)
-    return (
-        log_kappa + left + math.log(n_rows),
-        log_det - n_rows * left - freedom,
-        -freedom,
-    )
-
-
-def _population(
-    eigenvalues: np.ndarray, n_samples: int, n_params: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return log κ (descending), degrees of freedom and log det(I + Σ/κ) of the
-    distribution that the rows were drawn from."""
+    # First log κ (descending), degrees of freedom and log det(I + Σ/κ) of the
+    # distribution that the sample was drawn from.
     values = eigenvalues[eigenvalues > 0] / n_samples
     highest = math.log(values.sum() * 1e4)
     log_mu = np.linspace(highest, math.log(values[0]) - REACH, N_POINTS)
     ratios = values / np.exp(log_mu)[:, None]
     freedom = (ratios / (1 + ratios)).sum(1)
     # 1 − df/M without cancellation
-    left = ((1 / (1 + ratios)).sum(1) + n_samples - len(values)) / n_samples
+    left = ((1 / (1 + ratios)).sum(1) + (n_samples - len(values))) / n_samples
     trusted = freedom <= TRUSTED * n_samples
-    log_mu, ratios, freedom, left = (
-        column[trusted] for column in (log_mu, ratios, freedom, left)
-    )
-    log_kappa = log_mu - np.log(left)
     log_det = np.log1p(ratios).sum(1) + n_samples * np.log(left) + freedom
-    if trusted.all():
-        return log_kappa, freedom, log_det
-    return _continued(log_kappa, freedom, log_det, FITTED * n_samples, n_params)
+    population = np.stack([log_mu - np.log(left), freedom, log_det])[:, trusted]
+    if not trusted.all():
+        population = _continued(population, FITTED * n_samples, n_params)
+    # Of N rows from it, by increasing ridge.
+    population = population[:, population[1] < n_rows * (1 - 1e-9)]
+    log_kappa, freedom, log_det = population[:, ::-1]
+    left = np.log1p(-freedom / n_rows)  # log(1 − df/N)
+    log_ridge = log_kappa + left + math.log(n_rows)
+    return np.stack([log_ridge, log_det - n_rows * left - freedom, -freedom])
 
 
 def _continued(
-    log_kappa: np.ndarray,
-    freedom: np.ndarray,
-    log_det: np.ndarray,
-    fitted_above: float,
-    n_params: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Continue them with a straight line for the logit of df/P below the last κ."""
+    population: np.ndarray, fitted_above: float, n_params: int
+) -> np.ndarray:
+    """Continue all three below the last κ, by a straight line for the logit of df/P."""
+    log_kappa, freedom, log_det = population
     # A sample of more rows than there are parameters has nothing to continue.
     limit = max(n_params, freedom[-1] * (1 + 1e-9))
     logit = np.log(freedom / (limit - freedom))
     fitted = freedom >= fitted_above
     slope = min(np.polyfit(log_kappa[fitted], logit[fitted], 1)[0], 0.0)
-    below = np.linspace(0, -REACH, N_POINTS)[1:]
+    below = np.linspace(0, -REACH, N_POINTS)
     further = limit / (1 + np.exp(-(logit[-1] + slope * below)))
-    # d log det/d log κ = −df, by the trapezoidal rule
-    means = (further + np.concatenate([freedom[-1:], further[:-1]])) / 2
-    steps = -np.diff(np.concatenate([[0.0], below]))
-    return (
-        np.concatenate([log_kappa, log_kappa[-1] + below]),
-        np.concatenate([freedom, further]),
-        np.concatenate([log_det, log_det[-1] + np.cumsum(steps * means)]),
-    )
+    # d log det/d log κ = −df
+    added = cumulative_trapezoid(further, -below)
+    more = np.stack([log_kappa[-1] + below[1:], further[1:], log_det[-1] + added])
+    return np.concatenate([population, more], 1)
