@@ -490,10 +490,10 @@ class PredictingLaplace(EllaBase):
         """Return outputs `(n_samples, B, ...)` of the network with sampled weights."""
         with self._predicting() as predictor:
             samples = [
-                predictor.network_samples(X, self.sample(1, generator), **model_kwargs)
+                predictor.network(X, self.sample(1, generator)[0], **model_kwargs)
                 for _ in range(n_samples)  # a sample is as large as the model
             ]
-        return torch.cat(samples)
+        return torch.stack(samples)
 
     def _probabilities(self, samples: torch.Tensor) -> torch.Tensor:
         """Return the inverse link of samples of the outputs, `(n, B, ...)`."""

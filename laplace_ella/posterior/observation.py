@@ -16,6 +16,7 @@ import torch
 from laplace.utils.enums import Likelihood
 
 from laplace_ella import metrics
+from laplace_ella.derivatives.complements import accurate_product
 from laplace_ella.support.batches import OutputLayout, Positions, chunks
 
 #: Monte-Carlo samples where no number is given, as in laplace-torch.
@@ -123,20 +124,18 @@ class FunctionValues:
     ) -> FunctionValues:
         """Return a Gaussian of which only c `outputs` `(B, c)` vary: those that factor
         `(B, c, K)` and residual `(B, c, c)` are of."""
+
+        def wide(rows: torch.Tensor) -> torch.Tensor:
+            zeros = rows.new_zeros(*mean.shape, rows.shape[-1])
+            return zeros.scatter(1, outputs.unsqueeze(-1).expand_as(rows), rows)
+
         # Narrow first, then wide: C×K numbers of many classes would cost more than
         # the roots of small matrices. Those have no safe gradient.
         if not factor.requires_grad:
             factor, residual = cls(mean, factor, residual).root(), None
-        wide = factor.new_zeros(*mean.shape, factor.shape[-1])
-        wide = wide.scatter(1, outputs.unsqueeze(-1).expand_as(factor), factor)
-        if residual is None:
-            return cls(mean, wide)
-        C = mean.shape[-1]
-        columns = residual.new_zeros(*residual.shape[:-1], C)
-        columns = columns.scatter(2, outputs.unsqueeze(1).expand_as(residual), residual)
-        square = residual.new_zeros(len(mean), C, C)
-        rows = outputs.unsqueeze(-1).expand_as(columns)
-        return cls(mean, wide, square.scatter(1, rows, columns))
+        if residual is not None:
+            residual = wide(wide(residual).mT)
+        return cls(mean, wide(factor), residual)
 
     def variance(self) -> torch.Tensor:
         """Return marginal variances `(B, C)`."""
@@ -147,7 +146,7 @@ class FunctionValues:
 
     def covariance(self) -> torch.Tensor:
         """Return f_var `(B, C, C)`."""
-        covariance = self.factor @ self.factor.mT
+        covariance = accurate_product(self.factor, self.factor)
         return covariance if self.residual is None else covariance + self.residual
 
     def divided_by(self, scale: float) -> FunctionValues:
@@ -214,7 +213,7 @@ def draw(
     root = f.root()
     noise = torch.randn(B, root.shape[-1], n_samples, **drawn)
     # (B, C, R) @ (B, R, S) → (B, C, S): one batched product for all samples
-    return f.mean + (root @ noise).permute(2, 0, 1)
+    return f.mean + accurate_product(root, noise.mT).permute(2, 0, 1)
 
 
 # Links
@@ -271,7 +270,7 @@ def _bridge(f: FunctionValues, normalize: bool) -> torch.Tensor:
     C = f.mean.shape[-1]
     tiny = torch.finfo(f.mean.dtype).tiny
     # Condition on Σ_c f_c = 0, from the row sums f_var·1 = A(Aᵀ1) alone.
-    rows = (f.factor @ f.factor.sum(1).unsqueeze(-1)).squeeze(-1)  # (B, C)
+    rows = accurate_product(f.factor, f.factor.sum(1, keepdim=True)).squeeze(-1)
     if f.residual is not None:
         rows = rows + f.residual.sum(-1)
     total = rows.sum(-1, keepdim=True).clamp_min(tiny)

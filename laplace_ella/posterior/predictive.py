@@ -6,12 +6,13 @@ jointly over all inputs is computed at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from laplace_ella.derivatives.complements import accurate_product
 from laplace_ella.derivatives.linearizer import Features, Linearizer
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.observation import (
@@ -23,7 +24,6 @@ from laplace_ella.posterior.observation import (
 )
 from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.support.batches import Positions, chunks, to_device
-from laplace_ella.support.preserve import full_precision
 
 #: Numbers that samples of the weights, or the Jacobians of groups of inputs, have
 #: together.
@@ -79,20 +79,19 @@ class Predictor:
         posterior, linearizer = self.posterior, self.linearizer
         numbers = 2 * posterior.rank + n_results
         for part in linearizer.parts(to_device(x, linearizer.device), numbers):
-            features = features_for(posterior, linearizer, part, self.create_graph, top)
-            with full_precision(linearizer.device):
-                values = posterior.function_values(
-                    features.f, features.phi, features.residual, features.outputs
-                )
-            yield values, features.positions
+            found = features_for(posterior, linearizer, part, self.create_graph, top)
+            values = posterior.function_values(
+                found.f, found.phi, found.residual, found.outputs
+            )
+            yield values, found.positions
 
     def features(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs `(B·S, C)` and features `(B·S, C, K)`."""
         linearizer, V = self.linearizer, self.posterior.basis.directions
         parts = linearizer.parts(to_device(x, linearizer.device), 2 * len(V))
         found = [linearizer.features(part, V, self.create_graph) for part in parts]
-        f, phi = ([getattr(part, name) for part in found] for name in ("f", "phi"))
-        return torch.cat(f).to(self.dtype), torch.cat(phi).to(self.dtype)
+        f, phi = torch.cat([p.f for p in found]), torch.cat([p.phi for p in found])
+        return f.to(self.dtype), phi.to(self.dtype)
 
     def marginal(
         self, x: Any, diagonal_output: bool = False
@@ -104,11 +103,10 @@ class Predictor:
         n_results = 1 if diagonal_output else layout.of(shape).n_channels
         for values, positions in self.function_values(x, n_results=n_results):
             means.append(positions.restore(values.mean).to(self.dtype))
-            with full_precision(self.linearizer.device):
-                if diagonal_output:
-                    spread = positions.restore(values.variance())
-                else:
-                    spread = positions.restore_positions(values.covariance())
+            if diagonal_output:
+                spread = positions.restore(values.variance())
+            else:
+                spread = positions.restore_positions(values.covariance())
             spreads.append(spread.to(self.dtype))
         return torch.cat(means), torch.cat(spreads)
 
@@ -121,13 +119,9 @@ class Predictor:
         generator: torch.Generator | None,
     ) -> torch.Tensor:
         """Return probabilities of classes or labels, by one of the links."""
-        parts = []
-        top = self.observation.top_outputs
-        for values, positions in self.function_values(x, top):
-            with full_precision(self.linearizer.device):
-                rows = self.observation.probabilities(
-                    values, link_approx, n_samples, diagonal_output, generator
-                )
+        parts, how = [], (link_approx, n_samples, diagonal_output, generator)
+        for values, positions in self.function_values(x, self.observation.top_outputs):
+            rows = self.observation.probabilities(values, *how)
             parts.append(positions.restore(rows).to(self.dtype))
         return torch.cat(parts)
 
@@ -142,8 +136,7 @@ class Predictor:
         """Return function values `(n_samples, B, ...)`, independent between inputs."""
         parts = []
         for values, positions in self.function_values(x, top, 2 * n_samples):
-            with full_precision(self.linearizer.device):
-                rows = draw(values, n_samples, generator, diagonal_output)
+            rows = draw(values, n_samples, generator, diagonal_output)
             samples = positions.restore(rows.flatten(0, 1))
             parts.append(samples.unflatten(0, (n_samples, -1)).to(self.dtype))
         return torch.cat(parts, 1)
@@ -152,10 +145,8 @@ class Predictor:
 
     def joint(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean `(n,)` and covariance `(n, n)` of all n = B·S·C values."""
-        values = self._joint_values(x)
-        with full_precision(self.linearizer.device):
-            covariance = values.covariance()
-        return values.mean.flatten().to(self.dtype), covariance.to(self.dtype)
+        values = self._joint_values(to_device(x, self.linearizer.device))
+        return values.mean.flatten().to(self.dtype), values.covariance().to(self.dtype)
 
     def joint_groups(
         self, x: torch.Tensor, size: int
@@ -165,37 +156,30 @@ class Predictor:
         if self.posterior.needs_residual:  # Jacobians of some groups at a time
             n_values = self.linearizer.n_values(x[:size])
             at_once = max(1, BUDGET // (n_values * self.linearizer.n_params))
-        means, covariances = [], []
-        for part in x.split(size * at_once):
-            n_groups = len(part) // size
-            values = self._joint_values(part, n_groups)
-            means.append(values.mean.reshape(n_groups, -1))
-            with full_precision(self.linearizer.device):
-                covariances.append(values.covariance())
+        parts = x.split(size * at_once)
+        found = [self._joint_values(part, len(part) // size) for part in parts]
+        means = [f.mean.flatten().unflatten(0, f.factor.shape[:2]) for f in found]
+        covariances = [f.covariance() for f in found]
         return torch.cat(means).to(self.dtype), torch.cat(covariances).to(self.dtype)
 
-    def _joint_values(self, x: Any, n_groups: int | None = None) -> FunctionValues:
+    def _joint_values(self, x: Any, *groups: int) -> FunctionValues:
         """Return the Gaussian over all n = B·S·C function values, or over those of each
-        group; its mean as the model gives it."""
-        groups, linearizer = () if n_groups is None else (n_groups,), self.linearizer
-        x = to_device(x, linearizer.device)
+        of some groups; its mean as the model gives it."""
         if self.posterior.needs_residual:
-            f, J, positions = linearizer.jacobian(x, self.create_graph)
+            f, J, positions = self.linearizer.jacobian(x, self.create_graph)
             f = f.unflatten(1, positions.output_shape)
             return self._values_of(f, J.reshape(*groups, -1, J.shape[-1]))
-        features = features_for(self.posterior, linearizer, x, self.create_graph)
-        phi = features.positions.outputs(features.phi)
-        phi = phi.reshape(*groups, -1, phi.shape[-1])
-        f = features.positions.restore(features.f)
-        with full_precision(linearizer.device):
-            return self.posterior.function_values(f, phi)
+        found = features_for(self.posterior, self.linearizer, x, self.create_graph)
+        phi = found.positions.outputs(found.phi).reshape(
+            *groups, -1, found.phi.shape[-1]
+        )
+        return self.posterior.function_values(found.positions.restore(found.f), phi)
 
     def _values_of(self, f: torch.Tensor, J: torch.Tensor) -> FunctionValues:
         """Return the Gaussian over values f whose gradients are J `(..., n, P)`."""
-        with full_precision(J.device):
-            phi, *rests = self.posterior.gradient_split(J)
-            residual = torch.stack([rest @ rest.mT for rest in rests], -3)
-            return self.posterior.function_values(f, phi, residual)
+        phi, *rests = self.posterior.gradient_split(J)
+        residual = torch.stack([accurate_product(rest, rest) for rest in rests], -3)
+        return self.posterior.function_values(f, phi, residual)
 
     def joint_samples(
         self, x: Any, n_samples: int, generator: torch.Generator | None
@@ -211,20 +195,18 @@ class Predictor:
             samples, drawn["dtype"] = [], linearizer.dtype
             for part in chunks(n_samples, BUDGET // posterior.n_params):
                 n = part.stop - part.start
-                with full_precision(linearizer.device):
-                    offsets = posterior.sample_offsets(
-                        torch.randn(n, posterior.rank, **drawn),
-                        torch.randn(n, posterior.n_params, **drawn),
-                    )
+                offsets = posterior.sample_offsets(
+                    torch.randn(n, posterior.rank, **drawn),
+                    torch.randn(n, posterior.n_params, **drawn),
+                )
                 samples.append(self._values_at(x, offsets))
             return torch.cat(samples)
         values = self._joint_values(x)
         f, root = values.mean, values.factor  # (n, R)
-        with full_precision(linearizer.device):
-            if values.residual is not None:
-                root = psd_root(values.covariance())
-            noise = torch.randn(n_samples, root.shape[1], **drawn, dtype=root.dtype)
-            return (f + (noise @ root.mT).unflatten(-1, f.shape)).to(self.dtype)
+        if values.residual is not None:
+            root = psd_root(values.covariance())
+        noise = torch.randn(n_samples, root.shape[1], **drawn, dtype=root.dtype)
+        return (f + accurate_product(noise, root).unflatten(-1, f.shape)).to(self.dtype)
 
     def _values_at(self, x: Any, offsets: torch.Tensor) -> torch.Tensor:
         """Return f + J(θ − θ̂) `(n, B, ...)` for offsets `(n, P)`, without J."""
@@ -236,24 +218,15 @@ class Predictor:
             parts.append(values.to(self.dtype))
         return torch.cat(parts, 1)
 
-    def network_samples(
-        self, x: Any, weights: Iterable[torch.Tensor], **model_kwargs: Any
-    ) -> torch.Tensor:
-        """Return outputs of the network with each of the weights `(P,)`."""
-        fn = self.linearizer.fn
-        x, outputs = to_device(x, self.linearizer.device), []
-        dtypes = [p.dtype for p in fn.parameters()]
-        for theta in weights:  # one by one: a sample is as large as the model
-            params = [t.to(d) for t, d in zip(fn.split(theta), dtypes, strict=True)]
-            outputs.append(fn(params, x, **model_kwargs).to(self.dtype))
-        return torch.stack(outputs)
-
-    # From Jacobians that are given
+    def network(self, x: Any, theta: torch.Tensor, **model_kwargs: Any) -> torch.Tensor:
+        """Return outputs of the network with other weights θ `(P,)`."""
+        fn, x = self.linearizer.fn, to_device(x, self.linearizer.device)
+        pairs = zip(fn.split(theta), fn.parameters(), strict=True)
+        params = [t.to(p.dtype) for t, p in pairs]
+        return fn(params, x, **model_kwargs).to(self.dtype)
 
     def covariance_of(self, J: torch.Tensor, joint: bool = False) -> torch.Tensor:
         """Return the covariance `(B, C, C)` of Jacobians `(B, C, P)`, or one matrix."""
         J = J.to(self.linearizer.dtype)
         J = J.flatten(0, 1) if joint else J
-        values = self._values_of(J[..., 0], J)  # any mean
-        with full_precision(J.device):
-            return values.covariance().to(self.dtype)
+        return self._values_of(J[..., 0], J).covariance().to(self.dtype)  # any mean
