@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from laplace_ella.fitting.checkpoint import Progress, open_checkpoint
+from laplace_ella.fitting.checkpoint import open_checkpoint
 from laplace_ella.fitting.data import training_data
 from laplace_ella.fitting.early_stopping import EarlyStopping, check_stopping
 from laplace_ella.fitting.fit import add_up
-from laplace_ella.fitting.plan import FitPlan
-from laplace_ella.fitting.sampling import first_look, sample_basis
+from laplace_ella.fitting.sampling import (
+    FitPlan,
+    Progress,
+    first_look,
+    sample_basis,
+)
 from laplace_ella.hyperparameters import TunableLaplace
 from laplace_ella.posterior.observation import Family, Link
 from laplace_ella.support.identity import digest
@@ -232,7 +236,6 @@ or None, default=None
                     plan,
                     start,
                     progress,
-                    start.training if start.spans_all else None,
                     schedule=schedule,
                     validate=validate,
                     stops=stops,
@@ -289,7 +292,6 @@ or None, default=None
         return FitPlan(
             fn=self._fn,
             layout=self._layout,
-            dict_key_x=self.dict_key_x,
             options=self._compute,
             observation=self._observation,
             subsample_size=self.subsample_size,

@@ -13,11 +13,11 @@ from torch import nn
 
 from laplace_ella.derivatives.model_function import ModelFunction, unwrap
 from laplace_ella.ella import ELLALaplace
-from laplace_ella.fitting.data import check_loader, loader_batches
+from laplace_ella.fitting.data import loader_batches
 from laplace_ella.support.batches import batch_size, take
 
 if TYPE_CHECKING:
-    from laplace_ella.fitting.plan import FitPlan
+    from laplace_ella.fitting.sampling import FitPlan
 
 
 class ELLALLLaplace(ELLALaplace):
@@ -113,7 +113,6 @@ class ELLALLLaplace(ELLALaplace):
         """Find the last layer by a forward pass, if it is not known yet."""
         if self.last_layer_name is not None:
             return
-        check_loader(loader)
         with self._working("finding the last layer"):
             batch = next(loader_batches(loader, self._device, self.dict_key_y), None)
             if batch is None:

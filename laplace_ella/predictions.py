@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from laplace_ella.base import EllaBase
 from laplace_ella.errors import LinkWarning, warn_caller
-from laplace_ella.fitting.data import check_loader, loader_batches
+from laplace_ella.fitting.data import loader_batches
 from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.posterior.predictive import Predictor
 from laplace_ella.support import checks
@@ -345,7 +345,6 @@ class PredictingLaplace(EllaBase):
     ) -> FeatureCache:
         """Return features for another posterior of this model: another prior or
         basis, with derivatives in another precision than this fit has."""
-        check_loader(loader)
         batches = loader_batches(
             loader, self._device, self.dict_key_y, "[Features]", progress_bar
         )

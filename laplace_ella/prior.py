@@ -14,7 +14,7 @@ from laplace.utils.enums import PredType, PriorStructure, TuningMethod
 from torch import nn
 
 from laplace_ella.errors import NumericalWarning, warn_caller
-from laplace_ella.fitting.data import check_loader, loader_batches
+from laplace_ella.fitting.data import loader_batches
 from laplace_ella.posterior.likelihood import observed, target_rows
 from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.predictions import PredictingLaplace
@@ -446,7 +446,6 @@ class PriorTuning(PredictingLaplace):
     ) -> list[list[torch.Tensor]]:
         """Return predictions as rows, and targets, of every batch."""
         found = []
-        check_loader(val_loader)
         for x, y in loader_batches(val_loader, self._device, self.dict_key_y):
             output = self(x, "nn", link_approx="mc", n_samples=n_samples, fitting=True)
             parts = output if isinstance(output, tuple) else (output,)

@@ -21,7 +21,7 @@ from laplace_ella.derivatives.model_function import (
     unwrap,
 )
 from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, RowMode
-from laplace_ella.fitting.plan import check_plan
+from laplace_ella.fitting.sampling import check_plan
 from laplace_ella.posterior.complement import UNKNOWN_SPAN, Complement, EvidenceScope
 from laplace_ella.posterior.observation import Family, Link
 from laplace_ella.support.batches import OutputLayout

@@ -307,7 +307,7 @@ def test_equal_rows_are_no_copies(group):
     [
         ("raise", "OSError: a disk is gone"),
         ("raise exact", "OSError: a disk is gone"),
-        ("nan", "NaN or infinite gradients"),
+        ("nan", "NaN or infinite outputs"),
         ("targets", "targets must have the shape"),
         ("nothing", "The loader yields no example"),
     ],

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from laplace_ella import EarlyStopping, ELLALaplace, augmented_validation
-from laplace_ella.fitting.data import draw_pairs, known_length
+from laplace_ella.fitting.data import draw_pairs, known_length, pairs_within
 from tests import dense
 from tests.cases import make, mapping_loader
 from tests.fitting import assert_close, build, fit
@@ -332,16 +332,15 @@ def test_pairs(m):
     n, c = 20, 3
     pairs = draw_pairs(n, c, m, np.random.default_rng(0))
     M = min(m, n * c)
-    assert len({*zip(pairs.examples, pairs.outputs, strict=True)}) == M
+    assert len({*map(tuple, pairs)}) == len(pairs) == M
     for k in (M, M // 2):
-        used = np.bincount(pairs.examples[:k], minlength=n)
+        used = np.bincount(pairs[:k, 0], minlength=n)
         assert used.max() - used.min() <= 1
-    ordered = pairs.by_example()
-    batches = [slice(0, 7), slice(7, 8), slice(8, 20)]
-    found = [ordered.within(where) for where in batches]
-    assert sum(len(some.examples) for some in found) == M
-    for where, some in zip(batches, found, strict=True):
-        assert ((some.examples >= 0) & (some.examples < where.stop - where.start)).all()
+    ordered, found = pairs[pairs[:, 0].argsort(kind="stable")], []
+    for where in (slice(0, 7), slice(7, 8), slice(8, 20)):
+        found.append(pairs_within(ordered, where) + [where.start, 0])
+        assert ((found[-1][:, 0] >= where.start) & (found[-1][:, 0] < where.stop)).all()
+    assert np.array_equal(np.concatenate(found), ordered)
 
 
 @pytest.mark.parametrize("m", [6, 9, 24])
@@ -349,7 +348,7 @@ def test_balanced(m):
     """Classes take turns while they last, for labels and one-hot rows."""
     labels = np.array([0] * 14 + [1] * 4 + [2] * 2)
     pairs = draw_pairs(20, 3, m, np.random.default_rng(0), labels)
-    used = np.bincount(labels[pairs.examples], minlength=3)
+    used = np.bincount(labels[pairs[:, 0]], minlength=3)
     assert used.tolist() == {6: [2, 2, 2], 9: [4, 3, 2], 24: [12, 8, 4]}[m]
     case = problem(CLASSIFICATION)
     case.y = torch.tensor([0] * 9 + [1, 1, 2])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, Modes, RowMode
 from laplace_ella.errors import CheckpointWarning, warn_caller
 from laplace_ella.fitting.data import loader_batches
+from laplace_ella.fitting.sampling import FitPlan, Progress
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
@@ -33,41 +34,10 @@ from laplace_ella.support.batches import (
 from laplace_ella.support.identity import digest, model_identity, same_model
 from laplace_ella.support.preserve import autocast_enabled
 
-if TYPE_CHECKING:
-    from laplace_ella.fitting.plan import FitPlan
-
 #: Seconds between two saves; more where a save takes long.
 SAVE_EVERY = 60.0
 
 START_OVER = "to start over, delete the file"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far the curvature of a pass over the data is added up.
-
-    Attributes
-    ----------
-    sums : CurvatureSum
-    n_examples, n_batches : int
-        of this pass that are in them
-    targets : str
-        running digest of their targets
-    generator : torch.Tensor, optional
-        state of the generator of sampled cotangents
-    history : tuple of dict
-        'n_data' and validation 'loss' so far
-    best : CurvatureSum, optional
-        what the best loss of them is the loss of
-    """
-
-    sums: CurvatureSum
-    n_examples: int = 0
-    n_batches: int = 0
-    targets: str = ""
-    generator: torch.Tensor | None = None
-    history: tuple[dict[str, float], ...] = ()
-    best: CurvatureSum | None = None
 
 
 # Values as tensors and plain types
@@ -277,7 +247,7 @@ def open_checkpoint(
     torch.set_rng_state(random)
     fn, device, data = plan.fn, plan.fn.device, plan.data
     _, x, y, _ = next(data.batches(device))
-    examples = take(x, slice(0, 4), batch_size(x, plan.dict_key_x))
+    examples = take(x, slice(0, 4), batch_size(x, plan.data.dict_key_x))
     identity = {
         **plan.described(),
         "number of examples": data.n_examples,
@@ -299,7 +269,7 @@ def open_checkpoint(
     checkpoint = Checkpoint(Path(path), known, random)
     if saved is None:
         return checkpoint, None
-    how = fn, plan.layout, plan.dict_key_x, plan.options
+    how = fn, plan.layout, plan.data.dict_key_x, plan.options
     fit, progress, finished = checkpoint.load(saved, *how)
     if finished:
         done = {"n_done": progress.n_batches, "targets": progress.targets}

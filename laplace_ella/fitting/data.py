@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,21 +35,8 @@ def loader_batches(
     description: str = "",
     progress_bar: bool = False,
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield inputs on the device, and targets as the loader gives them."""
-    batches = seeded_iteration(loader)
-    if progress_bar:
-        try:
-            total = len(loader)  # pyright: ignore[reportArgumentType]
-        except (TypeError, AttributeError, NotImplementedError):  # it is not known
-            total = None
-        batches = tqdm(batches, description, total)
-    for batch in batches:
-        x, y = split_batch(batch, dict_key_y)
-        yield to_device(x, device), y
-
-
-def check_loader(loader: Any) -> None:
-    """Refuse, before any work, what cannot be read, or not more than once."""
+    """Yield inputs on the device, and targets as the loader gives them; refuse what
+    cannot be read, or not more than once."""
     if not isinstance(loader, Iterable) or isinstance(loader, (torch.Tensor, Mapping)):
         raise TypeError(
             "train_loader must be a torch.utils.data.DataLoader, or yield batches "
@@ -60,30 +48,34 @@ def check_loader(loader: Any) -> None:
             "a fit reads the data twice, for the basis and for the curvature. Pass the "
             "loader itself, or an object whose __iter__ starts anew."
         )
+    batches = seeded_iteration(loader)
+    if progress_bar:
+        batches = tqdm(batches, description, length_hint(loader) or None)
+    for batch in batches:
+        x, y = split_batch(batch, dict_key_y)
+        yield to_device(x, device), y
 
 
 def known_length(loader: Any) -> int | None:
     """Return how many examples a plain torch loader yields in a pass, without those
     that a `DistributedSampler` repeats; None where only reading it tells."""
-    plain = isinstance(loader, DataLoader) and (
-        type(loader).__iter__ is DataLoader.__iter__
+    if not (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
         and type(loader.batch_sampler) is BatchSampler
         and loader.collate_fn is default_collate  # others may drop examples
         and not isinstance(loader.dataset, IterableDataset)
-    )
-    if not plain:
+    ):
         return None
-    batches: Any = loader.batch_sampler
-    sampler: Any = batches.sampler
-    try:
-        n = own = len(sampler)
-    except (TypeError, AttributeError, NotImplementedError):
+    sampler: Any = loader.batch_sampler.sampler
+    if not hasattr(type(sampler), "__len__"):
         return None
+    n = own = len(sampler)
     if type(sampler) is DistributedSampler and not sampler.drop_last:
         total = len(sampler.dataset)  # pyright: ignore[reportArgumentType]
         own = -(-(total - sampler.rank) // sampler.num_replicas)
-    if batches.drop_last:
-        n -= n % batches.batch_size
+    if loader.batch_sampler.drop_last:
+        n -= n % loader.batch_sampler.batch_size
     return max(0, min(n, own))
 
 
@@ -101,20 +93,9 @@ class Read(NamedTuple):
 class TrainingData:
     """N examples, known by their positions 0 … N − 1 in what a loader yields.
 
-    Attributes
-    ----------
-    loader : iterable
-        yields batches, whenever it is iterated over
-    dict_key_x, dict_key_y : str
-        where a mapping has its inputs and targets
-    max_data : int, optional
-        no more than these are read
-    n_examples : int, optional
-        N; None where it does not matter
-    labels : np.ndarray, optional
-        class of each example `(N,)`, for balanced draws
-    digested : bool
-        whether a running digest of the targets is kept
+    `n_examples` is N, None where it does not matter; no more than `max_data` are read.
+    `labels` `(N,)` are the classes for balanced draws. A running digest of the targets
+    is kept if they are `digested`.
     """
 
     loader: Any
@@ -185,7 +166,6 @@ def training_data(
     Where the loader's type does not tell it, and for labels, a pass that only loads
     counts them.
     """
-    check_loader(loader)
     if max_data is not None:
         positive_int("max_data", max_data)
     data = TrainingData(loader, dict_key_x, dict_key_y, max_data)
@@ -196,13 +176,13 @@ def training_data(
         cpu = torch.device("cpu")
         for read in data.batches(cpu, "[Counting]", progress_bar):
             n = read.where.stop
-            labels += [_as_classes(read.y)] if balanced else []
+            labels += [_classes(read.y)] if balanced else []
     return replace(
         data, n_examples=n, labels=np.concatenate(labels) if balanced else None
     )
 
 
-def _as_classes(y: torch.Tensor) -> np.ndarray:
+def _classes(y: torch.Tensor) -> np.ndarray:
     """Return integer classes (B,) of indices, one-hot rows or probabilities."""
     y = y.detach().cpu()
     if y.ndim == 2:
@@ -215,42 +195,15 @@ def _as_classes(y: torch.Tensor) -> np.ndarray:
     return y.numpy()
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Pairs (x, i) of an example and an output.
-
-    Attributes
-    ----------
-    examples, outputs : np.ndarray
-        positions in range(N) and in range(C), `(M,)` each
-    """
-
-    examples: np.ndarray
-    outputs: np.ndarray
-
-    def __getitem__(self, which: slice | np.ndarray) -> Pairs:
-        return Pairs(self.examples[which], self.outputs[which])
-
-    def by_example(self) -> Pairs:
-        """Return the same in the order of the examples."""
-        return self[np.argsort(self.examples, kind="stable")]
-
-    def within(self, positions: slice) -> Pairs:
-        """Return those of a batch, with examples counted from its first; of pairs in
-        the order of the examples."""
-        ends = np.searchsorted(self.examples, (positions.start, positions.stop))
-        here = self[slice(*ends)]
-        return Pairs(here.examples - positions.start, here.outputs)
-
-
 def draw_pairs(
     n_examples: int,
     n_outputs: int,
     n_samples: int,
     rng: np.random.Generator,
     labels: np.ndarray | None = None,
-) -> Pairs:
-    """Draw M pairs (x, i), never the same pair twice (Deng et al. 2022, Sec. 3.3).
+) -> np.ndarray:
+    """Draw M pairs (x, i) of an example and an output, `(M, 2)`, never the same pair
+    twice (Deng et al. 2022, Sec. 3.3).
 
     Every example is used ⌊M/N⌋ or ⌈M/N⌉ times, so x is drawn without replacement
     while M ≤ N, and every pair is there exactly once when M ≥ N·C. The first of them
@@ -272,11 +225,18 @@ def draw_pairs(
         slots, rounds = slots[order], rounds[order]
     slots, rounds = slots[:n_samples], rounds[:n_samples]
     if n_rounds == 1:
-        return Pairs(slots, rng.integers(n_outputs, size=n_samples))
+        return np.stack([slots, rng.integers(n_outputs, size=n_samples)], 1)
     # The uses of one example take different outputs. Example by example: all outputs
     # of all examples may not fit into memory.
     drawn = [
         rng.choice(n_outputs, min(n_rounds, n_outputs), replace=False)
         for _ in range(n_examples)
     ]
-    return Pairs(slots, np.stack(drawn)[slots, rounds])
+    return np.stack([slots, np.stack(drawn)[slots, rounds]], 1)
+
+
+def pairs_within(pairs: np.ndarray, where: slice) -> np.ndarray:
+    """Return those of pairs `(M, 2)`, in the order of their examples, that belong to a
+    batch, with examples counted from its first."""
+    first, last = np.searchsorted(pairs[:, 0], (where.start, where.stop))
+    return pairs[first:last] - [where.start, 0]

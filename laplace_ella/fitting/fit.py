@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,27 +15,32 @@ from laplace_ella.derivatives.backends import Curvature
 from laplace_ella.fitting.sampling import targets_of
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
+from laplace_ella.support.batches import Positions, chunks
 from laplace_ella.support.checks import check_finite
 
 if TYPE_CHECKING:
-    from laplace_ella.fitting.checkpoint import Checkpoint, Progress
+    from laplace_ella.fitting.checkpoint import Checkpoint
     from laplace_ella.fitting.early_stopping import EarlyStopping
-    from laplace_ella.fitting.plan import FitPlan
-    from laplace_ella.support.batches import Positions
+    from laplace_ella.fitting.sampling import FitPlan, Progress
 
 #: Examples whose features are known that are added up at once.
 ROWS_AT_ONCE = 512
 
-#: Outputs (b, S, C), ψ (b, ..., K) whose squares add up to the curvature, targets
-#: (b, S, ...), and the running digest of all targets at the end of a batch.
-Added = tuple[torch.Tensor, torch.Tensor, torch.Tensor, str | None]
+#: Outputs (R, C), their features (R, C, K) or what multiplies cotangents (b, n, O) by
+#: J(x)V, targets, positions, and the digest of all targets at the end of a batch.
+Part = tuple[
+    torch.Tensor,
+    torch.Tensor | Callable[[torch.Tensor], torch.Tensor],
+    torch.Tensor,
+    Positions,
+    str | None,
+]
 
 
 def add_up(
     plan: FitPlan,
     start: Fit,
     done: Progress,
-    rows: TrainingRows | None = None,
     *,
     schedule: EarlyStopping | None = None,
     validate: Callable[[Fit], float] | None = None,
@@ -43,7 +49,7 @@ def add_up(
     checkpoint: Checkpoint | None = None,
 ) -> Fit:
     """Return the fit with the data of the plan added to its sums, from where it had got
-    to, or with `rows`, whose features are known.
+    to; an exact one with its training rows, whose features are known.
 
     At the numbers of examples of a `schedule` the loss of the fit so far is recorded;
     if it `stops`, the sums are those of the best one.
@@ -51,39 +57,34 @@ def add_up(
     start = replace(start, mode_curvature=None)  # of other data
     if generator is not None and done.generator is not None:
         generator.set_state(done.generator)
+    rows = start.training if start.spans_all else None
     if rows is None:
         processes, seen = plan.processes, done.n_examples
-        batches = _from_loader(plan, start, done, generator)
+        parts = _from_loader(plan, start, done)
     else:  # of all processes already
         processes, seen = None, 0
-        batches = _from_rows(plan, start, rows, generator)
-    size = 1 if processes is None else processes.size
+        parts = _from_rows(plan, start, rows)
     # Each process adds up its own data; the first one what was there.
     first = processes is None or processes.rank == 0
     sums, finite = done.sums if first else done.sums.cleared(), []
-    times = iter(()) if schedule is None else schedule.checkpoints()
-    times = (-(-n // size) for n in times)
-    due = next((n for n in times if n > seen), math.inf)
 
     def evaluated(ended: bool = False) -> tuple[Progress, bool]:
         # All processes evaluate together, until the data of all of them have ended.
         check_finite(finite, "outputs or derivatives", "of the data")
-        now, history = sums, done.history
+        now = sums
         if processes is not None:
             states = processes.meet("numbers of data", (sums.n_data, ended))
             ended = all(each for _, each in states)
             H, loss = processes.sum("H", sums.H), processes.sum("loss", sums.loss)
             now = CurvatureSum(H, loss, sum(n for n, _ in states))
-        if schedule is None or validate is None:
-            return replace(done, sums=now), ended
-        if history and history[-1]["n_data"] == now.n_data:
+        known = [point["n_data"] for point in done.history[-1:]] == [now.n_data]
+        if schedule is None or validate is None or known:
             return replace(done, sums=now), ended
         loss = validate(replace(start, sums=now))
         if processes is not None:
             loss = processes.first("validation loss", loss)
-        history = (*history, {"n_data": now.n_data, "loss": loss})
-        better = schedule.waited(history) == 0
-        best = now if better else done.best
+        history = (*done.history, {"n_data": now.n_data, "loss": loss})
+        best = done.best if schedule.waited(history) else now
         return replace(done, sums=now, history=history, best=best), ended
 
     def enough() -> bool:
@@ -91,18 +92,16 @@ def add_up(
             return False
         return schedule.waited(done.history) >= schedule.patience
 
-    for f, psi, y, running in batches:
+    points = iter(()) if schedule is None else schedule.checkpoints()
+    size = 1 if processes is None else processes.size
+    points = (-(-n // size) for n in points)
+    for f, psi, y, running, due in _roots(plan, parts, generator, seen, points):
         finite.append(torch.isfinite(f).all() & torch.isfinite(psi).all())
-        at = 0
-        while at < len(f) and not enough():
-            part = slice(at, int(min(len(f), at + due - seen)))
-            sums = sums.add(f[part], psi[part], y[part], plan.observation.family)
-            seen, at = seen + part.stop - at, part.stop
-            if seen == due:  # a batch that is divided is differentiated once
-                done, _ = evaluated()
-                due = next((n for n in times if n > seen), math.inf)
-        if enough():
-            break
+        sums, seen = sums.add(f, psi, y, plan.observation.family), seen + len(f)
+        if due:
+            done, _ = evaluated()
+            if enough():
+                break
         if running is not None:
             n_batches = done.n_batches + 1
             done = replace(done, n_examples=seen, n_batches=n_batches, targets=running)
@@ -122,18 +121,55 @@ def add_up(
                 "the validation data."
             )
         fit = replace(fit, sums=done.best)
-    if rows is not None and rows is start.training:
+    if rows is not None:
         kept = rows.first(fit.sums.n_data)
-        if kept.phi.nbytes <= plan.available():
-            fit = replace(fit, training=kept)
+        fit = replace(fit, training=kept if kept.phi.nbytes <= plan.budget else None)
     if checkpoint is not None:
         checkpoint.save(fit, done, finished=True)
     return fit
 
 
-def _from_loader(
-    plan: FitPlan, start: Fit, done: Progress, generator: torch.Generator | None
-) -> Iterator[Added]:
+def _roots(
+    plan: FitPlan,
+    parts: Iterable[Part],
+    generator: torch.Generator | None,
+    seen: int,
+    points: Iterator[int],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, str | None, bool]]:
+    """Yield outputs (b, S, C), ψ (b, ..., K) whose squares add up to the curvature, and
+    targets (b, S, ...), cut where an evaluation is due; the digest of all targets at
+    the end of a batch, and whether an evaluation is due.
+
+    The squares of cotangents estimate the curvature; of the empirical Fisher there is
+    one, the gradient of the loss, all positions together.
+    """
+    family, n = plan.observation.family, int(plan.stochastic)
+    point = next((n for n in points if n > seen), math.inf)
+    for flat, of, rows, positions, running in parts:
+        known = likelihood.observed(rows, family)
+        if isinstance(of, torch.Tensor):
+            root = likelihood.curvature_root(flat, of, family)
+        elif plan.curvature is Curvature.EMPIRICAL_FISHER:
+            root = likelihood.target_cotangents(flat, rows, family).unsqueeze(-1)
+        else:
+            root = likelihood.sample_cotangents(flat, family, n, generator)
+        root = root if known is None else root * known[:, None, None]
+        if isinstance(of, torch.Tensor):
+            psi = root.unflatten(0, (-1, positions.n_positions))
+        else:
+            psi = of(positions.outputs(root).mT).double()
+        f, y = (t.unflatten(0, (-1, positions.n_positions)) for t in (flat, rows))
+        at = 0
+        while at < len(f):  # what is cut is differentiated once
+            end = int(min(len(f), at + point - seen))
+            part, at, seen = slice(at, end), end, seen + end - at
+            due, last = seen == point, end == len(f)
+            if due:
+                point = next((n for n in points if n > seen), math.inf)
+            yield f[part], psi[part], y[part], running if last else None, due
+
+
+def _from_loader(plan: FitPlan, start: Fit, done: Progress) -> Iterator[Part]:
     """Differentiate the batches of a loader that are not done yet, in parts that memory
     has room for."""
     linearizer, V = start.linearizer, start.basis.directions
@@ -143,76 +179,23 @@ def _from_loader(
     for where, x, targets, running in batches:
         size, first, rows = where.stop - where.start, 0, None
         for part in linearizer.parts(x, 2 * len(V)):
-            phi = None
-            if _is_sampled(plan):
+            if plan.is_sampled:
                 f, here = linearizer.outputs(part)
+                of = partial(linearizer.project, part, directions=V)
             else:
                 features = linearizer.features(part, V)
-                f, phi, here = features.f, features.phi, features.positions
+                f, of, here = features.f, features.phi, features.positions
             if rows is None:
                 rows = targets_of(plan, targets, size, here, expected).to(f.device)
             y, first = rows[first : first + len(f)], first + len(f)
-            if phi is None:
-                cotangents = _cotangents(plan, f, y, here, generator)
-                psi = linearizer.project(part, cotangents, V).double()
-            else:
-                psi = _curvature_root(plan, f, phi, y, here)
-            f, y = (t.unflatten(0, (-1, here.n_positions)) for t in (f, y))
-            yield f, psi, y, running if first == len(rows) else None
+            yield f, of, y, here, running if first == len(rows) else None
 
 
-def _from_rows(
-    plan: FitPlan, start: Fit, rows: TrainingRows, generator: torch.Generator | None
-) -> Iterator[Added]:
+def _from_rows(plan: FitPlan, start: Fit, rows: TrainingRows) -> Iterator[Part]:
     """Yield the same from rows whose features are known."""
     positions = start.linearizer.layout.of(start.output_shape)
-    parts = (t.split(ROWS_AT_ONCE) for t in (rows.f, rows.phi, rows.y))
-    for f, phi, y in zip(*parts, strict=True):
-        flat, features, targets = f.flatten(0, 1), phi.flatten(0, 1), y.flatten(0, 1)
-        if _is_sampled(plan):
-            cotangents = _cotangents(plan, flat, targets, positions, generator)
-            psi = cotangents.double() @ positions.outputs(features).double()
-        else:
-            psi = _curvature_root(plan, flat, features, targets, positions)
-        yield f, psi, y, None
-
-
-def _is_sampled(plan: FitPlan) -> bool:
-    """Return whether few gradients per example make the curvature, not features."""
-    empirical = plan.curvature is Curvature.EMPIRICAL_FISHER
-    return empirical or bool(plan.stochastic)
-
-
-def _cotangents(
-    plan: FitPlan,
-    f: torch.Tensor,
-    y: torch.Tensor,
-    positions: Positions,
-    generator: torch.Generator | None,
-) -> torch.Tensor:
-    """Return cotangents `(b, n, O)` whose squares estimate the curvature; of the
-    empirical Fisher the gradient of the loss, all positions together."""
-    family = plan.observation.family
-    if plan.curvature is Curvature.EMPIRICAL_FISHER:
-        cotangents = likelihood.target_cotangents(f, y, family).unsqueeze(-1)
-    else:
-        n = int(plan.stochastic)
-        cotangents = likelihood.sample_cotangents(f, family, n, generator)
-    known = likelihood.observed(y, family)
-    if known is not None:
-        cotangents = cotangents * known[:, None, None]
-    return positions.outputs(cotangents).mT
-
-
-def _curvature_root(
-    plan: FitPlan,
-    f: torch.Tensor,
-    phi: torch.Tensor,
-    y: torch.Tensor,
-    positions: Positions,
-) -> torch.Tensor:
-    """Return ψ `(b, S, C, K)`, zero where there is no target."""
-    psi = likelihood.curvature_root(f, phi, plan.observation.family)
-    known = likelihood.observed(y, plan.observation.family)
-    psi = psi if known is None else psi * known[:, None, None]
-    return psi.unflatten(0, (-1, positions.n_positions))
+    for part in chunks(len(rows.f), ROWS_AT_ONCE):
+        f, of, y = (t[part].flatten(0, 1) for t in (rows.f, rows.phi, rows.y))
+        if plan.is_sampled:
+            of = partial(torch.matmul, other=positions.outputs(of).double())
+        yield f, of, y, positions, None

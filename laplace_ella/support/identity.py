@@ -27,43 +27,35 @@ def digest(*values: Any) -> str:
     ...     0, torch.tensor([999]), 1.0))
     False
     """
-    content = hashlib.sha256()
-    for value in values:
-        _feed(content, value)
-    return content.hexdigest()[:32]
+    # Those of the parts are equally long, and need nothing between them.
+    return _hexadecimal("".join(map(_digest_of, values)).encode())
 
 
-def _feed(content: Any, value: Any) -> None:
-    """Add a value to a hash, after its type and size, which keep parts apart."""
+def _hexadecimal(content: Any) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _digest_of(value: Any) -> str:
+    data = b""
+    if isinstance(value, Enum):
+        return _digest_of(value.value)
+    if isinstance(value, (list, tuple)):
+        return digest("list", *value)
+    if isinstance(value, Mapping):
+        return digest("mapping", *sorted(map(digest, value, value.values())))
     if isinstance(value, torch.Tensor):
-        _tag(content, "tensor", value.dtype, tuple(value.shape))
+        text = f"tensor {value.dtype} {tuple(value.shape)}"
         if not value.is_meta:
             dense = value.detach().cpu()
             dense = dense if dense.layout is torch.strided else dense.to_dense()
-            dense = dense.contiguous().flatten()
-            content.update(dense.view(torch.uint8).numpy().data)
+            data = dense.contiguous().flatten().view(torch.uint8).numpy().data
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        _tag(content, "array", value.dtype, value.shape)
-        content.update(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, Mapping):
-        parts = sorted((digest(key), digest(item)) for key, item in value.items())
-        _tag(content, "mapping", parts)
-    elif isinstance(value, (list, tuple)):
-        _tag(content, "list", len(value))
-        for item in value:
-            _feed(content, item)
-    elif isinstance(value, Enum):
-        _feed(content, value.value)
-    else:
+        text, data = f"array {value.dtype} {value.shape}", value.tobytes()
+    else:  # addresses of objects are others in every process
         name = getattr(value, "__qualname__", None)
-        # Addresses of objects are others in every process.
-        text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value)) if name is None else name
-        _tag(content, type(value).__name__, text)
-
-
-def _tag(content: Any, *words: Any) -> None:
-    for word in map(str, words):
-        content.update(f"{len(word)}:{word}".encode())
+        text = name or re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+        text = f"{type(value).__name__} {text}"
+    return _hexadecimal(text.encode()) + _hexadecimal(data)
 
 
 def model_identity(model: nn.Module, x: Any) -> dict[str, Any]:
@@ -75,15 +67,14 @@ def model_identity(model: nn.Module, x: Any) -> dict[str, Any]:
     """
     state = {
         name: f"{t.dtype} {tuple(t.shape)} {digest(t)}"
-        for name, t in sorted(model.state_dict(keep_vars=True).items())
+        for name, t in model.state_dict(keep_vars=True).items()
         if isinstance(t, torch.Tensor)
     }
     with torch.no_grad():
         outputs = None if x is None else model(x)
     outputs = getattr(outputs, "logits", outputs)  # of Hugging Face's models
-    if not isinstance(outputs, torch.Tensor):
-        return {"state": state, "outputs": None}
-    return {"state": state, "outputs": outputs.detach().cpu()}
+    known = isinstance(outputs, torch.Tensor)
+    return {"state": state, "outputs": outputs.detach().cpu() if known else None}
 
 
 def same_model(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -97,18 +88,15 @@ def same_model(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for name in sorted({**theirs, **ours})
         if ours.get(name) != theirs.get(name)
     ]
-    if found:
-        return [*found[:3], f"and {len(found) - 3} more"][: len(found)]
     before, after = saved["outputs"], now["outputs"]
-    if before is None or after is None:
-        return []
+    if found or before is None or after is None:
+        return [*found[:3], f"and {len(found) - 3} more"][: len(found)]
+    tolerance = torch.finfo(before.dtype).eps ** 0.5
+    before, after = before.double(), after.double()
     if before.shape != after.shape:
         return [f"outputs have shape {tuple(after.shape)}, saved {tuple(before.shape)}"]
-    tolerance = torch.finfo(before.dtype).eps ** 0.5 if before.numel() else 1.0
-    scale = float(before.double().abs().nan_to_num().max()) if before.numel() else 0.0
-    if torch.allclose(
-        after.double(), before.double(), tolerance, tolerance * scale, equal_nan=True
-    ):
+    scale = tolerance * float(before.nan_to_num().abs().max())
+    if torch.allclose(after, before, tolerance, scale, equal_nan=True):
         return []
-    difference = float((after.double() - before.double()).abs().max())
+    difference = float((after - before).abs().max())
     return [f"outputs differ by up to {difference:.3g}, with equal weights"]

@@ -6,25 +6,28 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import nn
+from torch.backends import cuda, mha
 
 from laplace_ella.support.batches import has_values
 
 
+@dataclass
 class _Use:
     """Whether a model is at work: modes are switched and parameters replaced while it
     is differentiated, so that two threads must not do so at the same time."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.begun = False
+    lock: Any = field(default_factory=threading.RLock)
+    begun: bool = False
 
 
 _uses: WeakKeyDictionary[nn.Module, _Use] = WeakKeyDictionary()
@@ -71,36 +74,26 @@ def _restoring(model: nn.Module) -> Callable[[], None]:
     The tables of a module are private, but the public way to write them is the
     module's own `__setattr__`, which may do anything.
     """
-    grad_enabled = torch.is_grad_enabled()
-    modules = list(model.modules())
+    grad_enabled, modules = torch.is_grad_enabled(), list(model.modules())
+    # Of scripted modules attributes are no dict, and the mode is no attribute.
+    own = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+    tables: list[Any] = [vars(m) for m in own]
+    tables += [table for m in modules for table in (m._parameters, m._buffers)]
+    entries = [(table, dict(table.items())) for table in tables]
     training = [(module, module.training) for module in modules]
-    attributes = [
-        (vars(module), dict(vars(module)))
-        for module in modules
-        if not isinstance(module, torch.jit.ScriptModule)
-    ]
-    tables: list[tuple[Any, dict[str, Any]]] = [
-        (table, dict(table.items()))
-        for module in modules
-        for table in (module._parameters, module._buffers)
-    ]
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     buffers = [(b, b._version, b.detach().clone()) for b in model.buffers()]
 
     def restore() -> None:
-        for now, before in attributes:
+        for table, before in entries:
+            now = dict(table.items())
             for name in now.keys() - before.keys():
-                del now[name]
-            now.update(before)
-        for module, mode in training:  # of scripted modules it is no attribute
+                del table[name]
+            for name, value in before.items():
+                if now.get(name, now) is not value:
+                    table[name] = value
+        for module, mode in training:
             module.training = mode
-        for now, before in tables:
-            current = dict(now.items())  # tables of scripted modules are no dicts
-            for name in current.keys() - before.keys():
-                del now[name]
-            for name, tensor in before.items():
-                if current.get(name, now) is not tensor:
-                    now[name] = tensor
         for p, grad, requires_grad in parameters:
             if p.requires_grad != requires_grad:
                 p.requires_grad_(requires_grad)
@@ -146,38 +139,28 @@ def seeded_iteration(loader: Iterable[Any]) -> Iterator[Any]:
     The global states are other threads' as well. Where there are any, they are left
     alone as soon as the loader draws nothing for a batch.
     """
-    sources = _random_sources(loader)
+    sources, n_global = _random_sources(loader), N_GLOBAL
     inside, batches = _read(sources), None
     if not has_values(inside[0]):  # below fake tensors there is no state to put back
         yield from loader
         return
-    watched = True
-
-    def put_back(outside: list[Any], before: list[Any]) -> list[Any]:
-        """Write the states outside, and return those inside."""
-        after = _read(sources)
-        if not (_same(outside, before) and _same(before, after)):
-            _write(sources, outside)
-        return after
-
     while True:
         outside, before = _read(sources), inside
         try:
-            if not _same(inside, outside):
-                _write(sources, inside)
+            _write(sources, inside)
             batches = iter(loader) if batches is None else batches
             batch = next(batches)
         except StopIteration:
             return
         finally:
             try:
-                inside = put_back(outside, before)
+                inside = _write(sources, outside)
             except KeyboardInterrupt:
                 _write(sources, outside)
                 raise
-        quiet = _same(before[:N_GLOBAL], inside[:N_GLOBAL])
-        if watched and quiet and threading.active_count() > 1:
-            watched, sources, inside = False, sources[N_GLOBAL:], inside[N_GLOBAL:]
+        quiet = n_global and _same(before[:n_global], inside[:n_global])
+        if quiet and threading.active_count() > 1:
+            sources, inside, n_global = sources[n_global:], inside[n_global:], 0
         yield batch
 
 
@@ -190,40 +173,37 @@ N_GLOBAL = 3
 
 def _random_sources(loader: Any) -> list[_Source]:
     """Return each random state that a pass may draw from, the global ones first."""
-    sources: dict[int, _Source] = {
-        0: (torch.get_rng_state, torch.set_rng_state),
-        1: (np.random.get_state, np.random.set_state),
-        2: (random.getstate, random.setstate),
-    }
-    owners = [loader, getattr(loader, "dataset", None)]
-    sampler = getattr(loader, "batch_sampler", None)
-    if sampler is None:  # no `or`: samplers of streams have no length
-        sampler = getattr(loader, "sampler", None)
-    while sampler is not None and len(owners) < 8:  # samplers may be nested
-        owners.append(sampler)
-        sampler = getattr(sampler, "sampler", None)
-    for owner in owners:
-        for value in getattr(owner, "__dict__", {}).values():
+    sources: list[_Source] = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (np.random.get_state, np.random.set_state),
+        (random.getstate, random.setstate),
+    ]
+    owners = [loader]
+    for owner in islice(owners, 8):  # grows: samplers and data sets may be nested
+        own = getattr(owner, "__dict__", {})
+        owners += [own.get(name) for name in ("dataset", "batch_sampler", "sampler")]
+        for value in own.values():
             if isinstance(value, torch.Generator):
-                sources[id(value)] = value.get_state, value.set_state
+                sources.append((value.get_state, value.set_state))
             elif isinstance(value, np.random.Generator):
-                bits = value.bit_generator
-                sources[id(value)] = (
-                    partial(getattr, bits, "state"),
-                    partial(setattr, bits, "state"),
-                )
+                state = value.bit_generator, "state"
+                sources.append((partial(getattr, *state), partial(setattr, *state)))
             elif isinstance(value, random.Random):
-                sources[id(value)] = value.getstate, value.setstate
-    return list(sources.values())
+                sources.append((value.getstate, value.setstate))
+    return sources
 
 
 def _read(sources: list[_Source]) -> list[Any]:
     return [read() for read, _ in sources]
 
 
-def _write(sources: list[_Source], states: list[Any]) -> None:
-    for (_, write), state in zip(sources, states, strict=True):
-        write(state)
+def _write(sources: list[_Source], states: list[Any]) -> list[Any]:
+    """Set the states that differ, and return what all of them were."""
+    before = _read(sources)
+    for (_, write), now, state in zip(sources, before, states, strict=True):
+        if not _same(now, state):
+            write(state)
+    return before
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -255,28 +235,20 @@ def full_precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-#: Attention kernels without forward-mode and double derivatives, and the one with: how
-#: to read and set the flags of torch, and what they must be.
-_switches = [
-    (
-        getattr(torch.backends.cuda, f"{name}_sdp_enabled"),
-        getattr(torch.backends.cuda, f"enable_{name}_sdp"),
-        name == "math",
-    )
-    for name in ("flash", "mem_efficient", "cudnn", "math")
-    if hasattr(torch.backends.cuda, f"enable_{name}_sdp")  # cudnn: not before 2.5
-]
-_switches.append(
-    (
-        torch.backends.mha.get_fastpath_enabled,
-        torch.backends.mha.set_fastpath_enabled,
-        False,
-    )
-)
+_KERNELS = {"flash": False, "mem_efficient": False, "cudnn": False, "math": True}
 
-#: The blocks of all threads that need these now, and the flags before the first one.
-_blocks: set[object] = set()
-_flags: list[bool] = []
+#: How to read and set which attention kernels torch uses, and what they must be: the
+#: one alone that has forward-mode and double derivatives.
+_switches: list[tuple[Callable[[], bool], Callable[[bool], None], bool]] = [
+    (getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp"), wanted)
+    for name, wanted in _KERNELS.items()
+    if hasattr(cuda, f"enable_{name}_sdp")  # cudnn: not before torch 2.5
+]
+_switches.append((mha.get_fastpath_enabled, mha.set_fastpath_enabled, False))
+
+#: One entry for each pass of any thread that is under way, and what the last puts back.
+_passes: list[None] = []
+_flags = ExitStack()
 _flags_guard = threading.RLock()
 
 
@@ -287,40 +259,28 @@ def differentiation() -> Iterator[None]:
 
     The flags of the kernels are the process's: the first pass of any thread sets them,
     the last one to end puts them back. Torch counts the levels of its transforms, and
-    would go on from a wrong one after an interrupt.
+    would go on from a wrong one after an interrupt. Python handles interrupts in its
+    main thread alone.
     """
-    block = object()
-    with _interrupts_wait():
-        try:
-            with _flags_guard:
-                if not _blocks:
-                    _flags[:] = [read() for read, _, _ in _switches]
-                _blocks.add(block)
-                for _, write, flag in _switches:
-                    write(flag)
-            yield
-        finally:
-            with _flags_guard:
-                _blocks.discard(block)
-                if not _blocks:
-                    for (_, write, _), flag in zip(_switches, _flags, strict=True):
-                        write(flag)
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Hand interrupts of a block to their handler after it. Python handles them in its
-    main thread alone."""
+    waiting: list[Any] = []
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if main else None
-    if not callable(handler):
-        yield
-        return
-    waiting: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *args: waiting.append(args))
+    if callable(handler):
+        signal.signal(signal.SIGINT, lambda *args: waiting.append(args))
     try:
+        with _flags_guard:
+            if not _passes:
+                for read, write, wanted in _switches:
+                    _flags.callback(write, read())
+                    write(wanted)
+            _passes.append(None)
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if waiting:
-            handler(*waiting[0])
+        with _flags_guard:
+            _passes.pop()
+            if not _passes:
+                _flags.close()
+        if callable(handler):
+            signal.signal(signal.SIGINT, handler)
+            if waiting:
+                handler(*waiting[0])
