@@ -338,7 +338,7 @@ def test_pairs(m):
         assert used.max() - used.min() <= 1
     ordered, found = pairs[pairs[:, 0].argsort(kind="stable")], []
     for where in (slice(0, 7), slice(7, 8), slice(8, 20)):
-        found.append(pairs_within(ordered, where) + [where.start, 0])
+        found.append(np.add(pairs_within(ordered, where), [where.start, 0]))
         assert ((found[-1][:, 0] >= where.start) & (found[-1][:, 0] < where.stop)).all()
     assert np.array_equal(np.concatenate(found), ordered)
 
