@@ -42,25 +42,20 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _integers(text: str) -> list[int]:
-    return [int(word) for word in _words(text)]
-
-
-def _or_none(text: str) -> str | None:
-    return None if text == "none" else text
-
-
 #: Options of `compare` by name: how they are read, and what they are.
 OPTIONS: dict[str, tuple[Any, str]] = {
     "methods": (_words, "names separated by commas, see --list"),
     "links": (_words, "for class probabilities, such as mc,probit"),
-    "seeds": (_integers, "such as 0,1,2; several give standard errors"),
+    "seeds": (
+        lambda text: [int(word) for word in _words(text)],
+        "such as 0,1,2; several give standard errors",
+    ),
     "n_samples": (int, "samples of the link mc"),
     "prior_precision": (float, "of all methods, before tuning"),
     "sigma_noise": (float, "regression: noise of all methods"),
     "grid_size": (int, "values of each grid search"),
     "n_steps": (int, "steps of each search by the evidence"),
-    "reference": (_or_none, "regression: method to measure divergences to, or none"),
+    "reference": (str, "regression: method to measure divergences to, or none"),
     "memory_budget": (str, 'bytes, or a text like "8 GB"'),
     "cache": (Path, "folder of finished rows, which are read the next time"),
     "dict_key_x": (str, "key of the inputs, where batches are mappings"),
@@ -95,36 +90,30 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Mistake(Exception):
-    """Invalid arguments; the message says which."""
-
-
-def arguments_of(target: str | None) -> dict[str, Any]:
+def arguments_of(target: str | None, *needed: str) -> dict[str, Any]:
     """Return what the function `module:function` of the user returns."""
     from laplace_ella import compare
 
     module, colon, name = (target or "").partition(":")
     if not colon:
-        raise Mistake(f"TARGET must be module:function, got {target!r}; see --help.")
+        raise ValueError(f"TARGET must be module:function, got {target!r}; see --help.")
     sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         if error.name != module.split(".")[0]:
             raise
-        raise Mistake(f"There is no module {module!r} in {os.getcwd()}.") from error
+        raise ValueError(f"There is no module {module!r} in {os.getcwd()}.") from error
     finally:
         sys.path.pop(0)
     if not callable(function):
-        raise Mistake(f"{module} has no function {name!r}.")
-    found = function()
-    known = inspect.signature(compare).parameters
+        raise ValueError(f"{module} has no function {name!r}.")
+    found, known = function(), inspect.signature(compare).parameters
     if not isinstance(found, dict) or not found.keys() <= known.keys():
         wrong = found.keys() - known.keys() if isinstance(found, dict) else type(found)
-        raise Mistake(f"{target} must return a dict of {list(known)}, got {wrong}.")
-    missing = {"model", "likelihood", "train_loader"} - found.keys()
-    if missing:
-        raise Mistake(f"{target} must return {sorted(missing)} as well.")
+        raise ValueError(f"{target} must return a dict of {list(known)}, got {wrong}.")
+    if missing := [name for name in needed if name not in found]:
+        raise ValueError(f"{target} must return {missing} as well.")
     return found
 
 
@@ -135,10 +124,11 @@ def _compare(args: argparse.Namespace) -> int:
         for name, method in available_methods().items():
             print(f"{name:<28} {method.about}")
         return 0
-    task = {**arguments_of(args.target), "progress_bar": not args.quiet}
+    needed = "model", "likelihood", "train_loader", "test_loader"
+    task = {**arguments_of(args.target, *needed), "progress_bar": not args.quiet}
     task |= {name: value for name, value in vars(args).items() if name in OPTIONS}
-    if "test_loader" not in task:
-        raise Mistake(f"{args.target} must return 'test_loader' as well.")
+    if task.get("reference") == "none":
+        task["reference"] = None
     report = compare(**task)
     print(report)
     if args.out is not None:
@@ -159,8 +149,10 @@ def _doctor(args: argparse.Namespace) -> int:
 
     wrong = check_installation()
     if args.target is not None:
-        wrong += check_model(arguments_of(args.target), args.memory_budget)
-    print("\n".join(["", *(f"Problem: {line}" for line in wrong)] if wrong else []))
+        needed = "model", "likelihood", "train_loader"
+        wrong += check_model(arguments_of(args.target, *needed), args.memory_budget)
+    for line in wrong:
+        print(f"Problem: {line}")
     return 1 if wrong else 0
 
 
@@ -172,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return {"compare": _compare, "doctor": _doctor}[args.command](args)
     except KeyboardInterrupt:
         return 130
-    except (Mistake, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         if args.debug:
             raise
         print(f"laplace-ella: {error}", file=sys.stderr)

