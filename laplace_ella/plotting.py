@@ -1,9 +1,8 @@
 """Figures of predictions and of comparisons.
 
 Every function draws into `ax` (a new one if None), returns it and sets no global style.
-Lines differ in dash and marker as well as in colour (Okabe and Ito's palette, made for
-colour-blind readers), so that they can be told apart in grey. matplotlib is an extra:
-`pip install "laplace-ella[plots]"`.
+Lines differ in dash and marker as well as in colour, so that they can be told apart in
+grey. matplotlib is an extra: `pip install "laplace-ella[plots]"`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = [
     "plot_reliability",
 ]
 
-#: Okabe and Ito (2008), the palest (yellow) left out.
+#: Okabe and Ito (2008), for colour-blind readers; the palest (yellow) left out.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "h", "p")
@@ -40,6 +39,8 @@ LABELS = {
     "nll": "test NLL",
     "ece": "test ECE",
 }
+
+LEGEND: dict[str, Any] = {"fontsize": "small", "frameon": False}
 
 #: An array, tensor or sequence of numbers; arguments of matplotlib.
 Numbers = Any
@@ -59,8 +60,8 @@ def line_style(i: int, every: int | tuple[int, int] = 1) -> Look:
     }
 
 
-def _axes(ax: Axes | None) -> Axes:
-    """Return the given axes, or new ones, without a frame above and to the right."""
+def _axes(ax: Axes | None, x: str, y: str) -> Axes:
+    """Return the given axes, or new ones, with labels and no frame above and right."""
     if ax is None:
         try:
             import matplotlib.pyplot as plt
@@ -70,32 +71,35 @@ def _axes(ax: Axes | None) -> Axes:
             ) from error
         ax = plt.subplots(figsize=(5, 3.6), layout="constrained")[1]
     ax.spines[["top", "right"]].set_visible(False)
-    return ax
-
-
-def _labelled(ax: Axes, x: str, y: str, legend: bool = True, **kwargs: Any) -> Axes:
-    ax.set_xlabel(x)
-    ax.set_ylabel(y)
-    if legend:
-        ax.legend(**{"fontsize": "small", "frameon": False, **kwargs})
+    ax.set(xlabel=x, ylabel=y)
     return ax
 
 
 def _numbers(values: Numbers) -> np.ndarray:
-    return torch.as_tensor(values).detach().double().cpu().flatten().numpy()
+    values = torch.as_tensor(values, dtype=torch.float64)
+    return values.detach().cpu().flatten().numpy()
 
 
-def _curves(curves: Any, name: str, link: str | None = None) -> dict[str, dict]:
-    """Return the curves of a mapping, or of that name in a report, as dicts."""
+def _draw_gaps(
+    ax: Axes, curves: Any, kind: str, link: str | None = None, min_count: int = 1
+) -> Axes:
+    """Draw y − x against x for curves by label, or for those of a report."""
     if not isinstance(curves, Mapping):
-        curves = curves.curves(name) if link is None else curves.curves(name, link)
+        curves = curves.curves(kind) if link is None else curves.curves(kind, link)
     if not curves:
         of_link = f" for link {link!r}" if link else ""
-        raise ValueError(f"There is no curve {name!r}{of_link} to draw.")
-    return {
-        label: dict(curve) if isinstance(curve, Mapping) else vars(curve)
-        for label, curve in curves.items()
-    }
+        raise ValueError(f"There is no curve {kind!r}{of_link} to draw.")
+    coverage = kind == "coverage"
+    names = ("nominal", "observed") if coverage else ("confidence", "accuracy")
+    ax.axhline(0.0, color=GREY, linewidth=1.0)
+    for i, (label, curve) in enumerate(curves.items()):
+        curve = curve if isinstance(curve, Mapping) else vars(curve)
+        x, y = (_numbers(curve[name]) for name in names)
+        many = _numbers(curve.get("count", min_count + 0 * x)) >= min_count
+        look = line_style(i, (i % 3, 3) if coverage else 1)
+        ax.plot(x[many], (y - x)[many], label=label, **look)
+    ax.legend(**LEGEND)
+    return ax
 
 
 def plot_regression(
@@ -119,7 +123,7 @@ def plot_regression(
     >>> ax.get_xlabel()
     'x'
     """
-    ax = _axes(ax)
+    ax = _axes(ax, "x", "y")
     x, mean, std = _numbers(x), _numbers(mean), _numbers(std)
     for i, width in enumerate(sorted(widths, reverse=True)):  # inner ones darker
         look: Look = {"alpha": min(0.2 + 0.15 * i, 0.6), "linewidth": 0}
@@ -136,10 +140,7 @@ def plot_regression(
         ax.plot(*points, color=COLOURS[1], label="training data", **look, **edge)
     if title:
         ax.set_title(title)
-    return _labelled(ax, "x", "y", legend=False)
-
-
-# --- calibration ---------------------------------------------------------------------
+    return ax
 
 
 def plot_reliability(
@@ -158,17 +159,12 @@ def plot_reliability(
     >>> ax.get_ylabel()
     'accuracy − confidence'
     """
-    ax = _axes(ax)
-    ax.axhline(0.0, color=GREY, linewidth=1.0)
-    for i, (label, curve) in enumerate(_curves(curves, "reliability", link).items()):
-        bins = zip(curve["confidence"], curve["accuracy"], curve["count"], strict=True)
-        points = [(c, a - c) for c, a, count in bins if count >= min_count]
-        ax.plot([c for c, _ in points], [g for _, g in points], label=label)
-        ax.get_lines()[-1].set(**line_style(i))
+    ax = _axes(ax, "confidence", "accuracy − confidence")
+    _draw_gaps(ax, curves, "reliability", link, min_count)
     grey: Look = {"xycoords": "axes fraction", "color": GREY, "fontsize": "small"}
     ax.annotate("overconfident", (0.02, 0.03), **grey)
     ax.annotate("underconfident", (0.02, 0.97), va="top", **grey)
-    return _labelled(ax, "confidence", "accuracy − confidence")
+    return ax
 
 
 def plot_coverage(curves: Any, ax: Axes | None = None) -> Axes:
@@ -182,16 +178,8 @@ def plot_coverage(curves: Any, ax: Axes | None = None) -> Axes:
     >>> plot_coverage({"network": curve}).get_ylabel()
     'observed − nominal'
     """
-    ax = _axes(ax)
-    ax.axhline(0.0, color=GREY, linewidth=1.0)
-    for i, (label, curve) in enumerate(_curves(curves, "coverage").items()):
-        levels = curve["nominal"]
-        gaps = [o - n for n, o in zip(levels, curve["observed"], strict=True)]
-        ax.plot(levels, gaps, label=label, **line_style(i, every=(i % 3, 3)))
-    return _labelled(ax, "nominal coverage", "observed − nominal")
-
-
-# --- many methods --------------------------------------------------------------------
+    ax = _axes(ax, "nominal coverage", "observed − nominal")
+    return _draw_gaps(ax, curves, "coverage")
 
 
 def plot_differences(
@@ -207,19 +195,17 @@ def plot_differences(
     >>> plot_differences({"ella": best}).get_xlabel()
     'NLL − best'
     """
-    ax = _axes(ax)
-    found = sorted(
-        ((label, d) for label, d in differences.items() if d is not None),
-        key=lambda pair: pair[1].value,
-    )
+    ax = _axes(ax, f"{xlabel} − best", "")
+    known = [(label, d) for label, d in differences.items() if d is not None]
+    known.sort(key=lambda pair: pair[1].value)
     ax.axvline(0.0, color=GREY, linewidth=1.0)
     look: Look = {"color": COLOURS[0], "marker": "o", "markersize": 5, "linewidth": 1.4}
-    for position, (_, d) in enumerate(found):
+    for position, (_, d) in enumerate(known):
         face = COLOURS[0] if d.is_clear else "none"
         ax.errorbar(d.value, position, xerr=d.half_width, mfc=face, **look)
-    ax.set_yticks(range(len(found)), [label for label, _ in found])
+    ax.set_yticks(range(len(known)), [label for label, _ in known])
     ax.invert_yaxis()
-    return _labelled(ax, f"{xlabel} − best", "", legend=False)
+    return ax
 
 
 def plot_cost_quality(
@@ -235,14 +221,12 @@ def plot_cost_quality(
     `report` is a `Report` or its rows, `cost` and `quality` are columns of it; with
     `link` only rows of this link, and of methods that have none, are drawn.
 
-    >>> from types import SimpleNamespace
-    >>> fast = SimpleNamespace(
-    ...     label="map", link="", mean={"nll": 0.30, "predict_s": 0.1}, error={}
-    ... )
+    >>> from types import SimpleNamespace as Row
+    >>> fast = Row(label="map", link="", mean={"nll": 0.3, "predict_s": 0.1}, error={})
     >>> plot_cost_quality([fast]).get_xscale()
     'log'
     """
-    ax = _axes(ax)
+    ax = _axes(ax, LABELS.get(cost, cost), LABELS.get(quality, quality))
     rows = list(report.rows() if hasattr(report, "rows") else report)
     shown = [row for row in rows if {cost, quality} <= row.mean.keys()]
     if link is not None:
@@ -265,5 +249,5 @@ def plot_cost_quality(
     # Seconds as one says them, 0.1 rather than a power of ten.
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_formatter("{x:g}" if max(costs) < 5 * min(costs) else "")
-    beside: Look = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
-    return _labelled(ax, LABELS.get(cost, cost), LABELS.get(quality, quality), **beside)
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), **LEGEND)
+    return ax
