@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from laplace_ella import ComputeOptions
-from laplace_ella.derivatives.complements import GradientSplit
+from laplace_ella.derivatives.jacobians import GradientSplit
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import FeatureMode, RowMode
 from laplace_ella.derivatives.trials import decide, fastest, linearize

@@ -1,7 +1,7 @@
 """Rows cᵀJ(x) of the Jacobian and features J(x)V, one pure function for each mode.
 
-Rows times V are features as well. All modes of rows have one signature, all modes of
-features another.
+All modes of rows have one signature, all modes of features another. Rows times V are
+features as well.
 
 Index legend: B batch, O outputs of one example in the model's order, o combinations of
 them, P parameters, K rank.
@@ -9,8 +9,9 @@ them, P parameters, K rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,27 +20,21 @@ from torch.func import jvp, vjp, vmap
 
 from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import FeatureMode
-from laplace_ella.support.batches import Batch, Positions
+from laplace_ella.support.batches import Batch, Positions, chunks
 from laplace_ella.support.preserve import full_precision
+
+#: Columns whose products are added up in the matrices' own precision.
+BLOCK = 2**14
 
 
 @dataclass(frozen=True)
 class Features:
-    """Outputs and features of B inputs at S positions each, as rows.
+    """Outputs f `(B·S, C)` and features φ = J(x)V, or J(x)D⁻¹V in the prior's metric,
+    `(B·S, c, K)` of B inputs at S positions each, as rows.
 
-    Attributes
-    ----------
-    f : torch.Tensor
-        outputs `(B·S, C)`
-    phi : torch.Tensor
-        J(x)V, or J(x)D⁻¹V where the prior's metric was asked for, `(B·S, c, K)`
-    positions : Positions
-        of these inputs, to restore the model's shapes
-    residual : torch.Tensor, optional
-        the part of JD⁻¹Jᵀ outside the basis at each position, cut into n parts,
-        `(B·S, n, c, c)`; see `GradientSplit`
-    outputs : torch.Tensor, optional
-        `(B·S, c)`, where features and residuals are of c of the C outputs: which ones
+    `residual` `(B·S, n, c, c)` is the part of JD⁻¹Jᵀ outside the basis at each
+    position, cut into n parts as by `GradientSplit`; `outputs` `(B·S, c)` says which c
+    of the C outputs features and residuals are of, where they are not of all.
     """
 
     f: torch.Tensor
@@ -86,12 +81,13 @@ def rows_by_vmap(
         leaves: list[torch.Tensor], cotangents: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         one = batch.with_leaves([leaf.unsqueeze(0) for leaf in leaves]).inputs
-        f, pull = vjp(lambda p: fn(p, one).flatten(), params)[:2]
+        f, pull = vjp(partial(fn, x=one), params)[:2]
+        cotangents = cotangents.to(f).unflatten(-1, f.shape)
         if len(cotangents) == 1:  # one batched dimension less
-            grads = [g.unsqueeze(0) for g in pull(cotangents[0].to(f))[0]]
+            grads = [g.unsqueeze(0) for g in pull(cotangents[0])[0]]
         else:
-            (grads,) = vmap(pull)(cotangents.to(f))
-        return f.to(fn.dtype), times_directions(grads, tangents, fn.dtype)
+            (grads,) = vmap(pull)(cotangents)
+        return f.flatten().to(fn.dtype), times_directions(grads, tangents, fn.dtype)
 
     with torch.set_grad_enabled(create_graph):
         return vmap(single, randomness="same")(batch.leaves, cotangents)
@@ -168,18 +164,16 @@ def features_by_forward(
 
     The primal is not batched over the tangents, so it is computed once.
     """
-    params, x = fn.parameters(), batch.inputs
-
-    def push(tangent: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        f, column = jvp(lambda *p: fn(p, x).flatten(1), params, tangent)[:2]
-        return f, column
-
-    out_dims: Any = (None, -1)
+    params, run = fn.parameters(), partial(fn, x=batch.inputs)
+    push: Any = vmap(
+        lambda tangent: jvp(run, (params,), (tangent,)),
+        out_dims=(None, -1),  # pyright: ignore[reportArgumentType]
+        randomness="same",
+    )
     with torch.set_grad_enabled(create_graph):
         pairs = zip(fn.split(directions), params, strict=True)
-        tangents = tuple([v.to(p.dtype) for v, p in pairs])
-        f, phi = vmap(push, out_dims=out_dims, randomness="same")(tangents)
-        return f.to(fn.dtype), phi.to(fn.dtype)
+        f, phi = push(tuple([v.to(p.dtype) for v, p in pairs]))
+        return f.flatten(1).to(fn.dtype), phi.flatten(1, -2).to(fn.dtype)
 
 
 def features_by_double_vjp(
@@ -213,3 +207,70 @@ FEATURES = {
     FeatureMode.FORWARD: features_by_forward,
     FeatureMode.DOUBLE_REVERSE: features_by_double_vjp,
 }
+
+
+# Parts of given rows
+
+
+def accurate_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return abᵀ `(..., m, n)` for a `(..., m, P)` and b `(..., n, P)`, whatever P.
+
+    Blocks of columns are multiplied in the precision of a and b and added up in
+    float64, so that the rounding error does not grow with P.
+    """
+    with full_precision(a.device):
+        if a.shape[-1] <= BLOCK or a.dtype == torch.float64:
+            return a @ b.mT
+        total = torch.zeros((), dtype=torch.float64, device=a.device)
+        for part in chunks(a.shape[-1], BLOCK):
+            total = total + (a[..., part] @ b[..., part].mT).double()
+        return total.to(a.dtype)
+
+
+@dataclass(frozen=True)
+class GradientSplit:
+    """Splits gradients into features and what is left of them.
+
+    In whitened weights D^{1/2}θ the prior is standard normal, and the basis V spans the
+    orthonormal Q = D^{-1/2}VR⁻¹ with RᵀR = VᵀD⁻¹V: a gradient row J becomes
+    JD^{-1/2} = JD^{-1/2}QQᵀ + rest.
+
+    Attributes
+    ----------
+    directions : torch.Tensor
+        Vᵀ `(K, P)`, orthonormal rows
+    weights, inverse_gram : torch.Tensor, optional
+        D⁻¹ `(P,)` and (VᵀD⁻¹V)⁻¹ `(K, K)` of a prior precision that is not the same
+        for all weights; None for D = 1, whose parts serve every scalar prior
+    parts : callable, optional
+        cuts a rest `(..., P)` into `n_parts` parts, see `Span`; for D = 1
+    """
+
+    directions: torch.Tensor
+    weights: torch.Tensor | None = None
+    inverse_gram: torch.Tensor | None = None
+    parts: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] | None = None
+    n_parts: int = 1
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> GradientSplit:
+        """Return the same for gradients on a device: directions are moved once."""
+        return replace(self, directions=self.directions.to(device, dtype))
+
+    def __call__(self, J: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return features φ = JD⁻¹V `(..., K)` and the whitened rest `(..., P)` of rows
+        J `(..., P)`, or the rest's parts.
+
+        The rest is formed from the rows themselves, as in Gram-Schmidt: its products
+        are positive semi-definite and do not cancel, which JD⁻¹Jᵀ less the part within
+        the basis would for inputs like the training data.
+        """
+        V = self.directions.to(J)
+        with full_precision(J.device):
+            if self.weights is None or self.inverse_gram is None:
+                phi = accurate_product(J, V)
+                rest = J - phi @ V
+                return phi, *((rest,) if self.parts is None else self.parts(rest))
+            weights = self.weights.to(J)
+            phi = accurate_product(J * weights, V)
+            within = phi @ self.inverse_gram.to(phi) @ V
+            return phi, (J - within) * weights.sqrt()

@@ -1,6 +1,9 @@
 """One linearisation of a model: rows of J(x) and features J(x)V, batch after batch.
 
-The modes of differentiation were chosen on the first batch, see `decide`.
+The modes of differentiation were chosen on the first batch, see `decide`. How many
+examples, and how many vectors of each, go through one pass together follows the
+network: a pass that is too small spends its time on the overhead of single operators,
+one that is too large falls out of the processor's cache.
 
 Index legend: B batch, S positions, C outputs at each, c of them selected, O = S·C,
 P parameters, K rank.
@@ -17,9 +20,14 @@ import torch
 from torch import nn
 
 from laplace_ella.derivatives.backends import BACKEND_OF, ROWS
-from laplace_ella.derivatives.chunk_sizes import PassCost, pass_limit
-from laplace_ella.derivatives.complements import GradientSplit, accurate_product
-from laplace_ella.derivatives.jacobians import FEATURES, Features, largest, one_hot
+from laplace_ella.derivatives.jacobians import (
+    FEATURES,
+    Features,
+    GradientSplit,
+    accurate_product,
+    largest,
+    one_hot,
+)
 from laplace_ella.derivatives.model_function import ModelFunction, clearer_errors
 from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, Modes, RowMode
 from laplace_ella.errors import InsufficientMemoryError
@@ -31,7 +39,7 @@ from laplace_ella.support.batches import (
     chunks,
     has_values,
 )
-from laplace_ella.support.memory import budget_of, human_bytes
+from laplace_ella.support.memory import budget_of, human_bytes, parse_bytes
 from laplace_ella.support.preserve import autocast_enabled, differentiation
 
 #: How much cheaper reverse mode must be for a few of the outputs, where features of all
@@ -45,27 +53,30 @@ WRONG = (nn.LayerNorm, nn.modules.instancenorm._InstanceNorm)
 #: Bytes of a result that are not compared with a budget.
 FEW_BYTES = 2**24
 
+#: Bytes that one pass may take on a CPU and a GPU, and as much again its results; the
+#: share of a memory budget that they may take where one is given.
+PASS_BYTES, PASS_SHARE = (2**28, 2**31), 0.13
+
+#: Bytes that a pass need not save on: at least, and at most where what every pass reads
+#: takes as much. Measured with nine networks on a CPU with 32 MB of cache.
+ENOUGH_BYTES = (2**26, 3 * 2**25), (2**31, 2**31)
+
+#: Vectors that are worth a pass, whatever they take: fewer spend their time on
+#: computing the outputs over and over.
+ENOUGH_VECTORS = 32
+
+#: Intermediate results that are alive at once in a forward-mode pass.
+LIVE_RESULTS = 4
+
 
 @dataclass(frozen=True)
 class Linearizer:
     """Derivatives of one model, in the ways that work and are fastest for it.
 
-    Attributes
-    ----------
-    fn : ModelFunction
-    layout : OutputLayout
-    dict_key_x : str
-        where a mapping holds its inputs
-    options : ComputeOptions
-    output_shape : tuple of int
-        of one example of the first batch
-    example_shapes : tuple
-        shapes of the tensors of that example
-    largest, total : int
-        bytes of the largest and of all results that its backward pass needs
-    modes : Modes
-    autocast : bool
-        whether they were decided in mixed precision: under it other ways may work
+    Of one example of the first batch it knows the `output_shape`, the shapes of its
+    tensors, and the bytes of the `largest` and of all (`total`) results that its
+    backward pass needs. `autocast` says whether the modes were decided in mixed
+    precision: under it other modes may work.
     """
 
     fn: ModelFunction
@@ -147,7 +158,9 @@ class Linearizer:
     def outputs(self, x: Any) -> tuple[torch.Tensor, Positions]:
         """Return outputs `(B·S, C)` by plain forward passes, and their positions."""
         batch, positions = self.batch(x)
-        f = self._new(batch.size, positions.n_values)
+        f = torch.empty(
+            batch.size, positions.n_values, device=self.device, dtype=self.dtype
+        )
         for part in chunks(batch.size, self.pass_sizes(batch, positions, None, 1)[0]):
             f[part] = self._run(batch.take(part), x).flatten(1)
         return positions.rows(f), positions
@@ -162,21 +175,54 @@ class Linearizer:
         output, in double precision."""
         batch, positions = self.batch(x)
         each = 8 * positions.n_values * max(1, numbers_per_output)
-        limit = pass_limit(self.device, self.options.memory_budget)
-        for part in chunks(max(1, batch.size), limit // each):
+        for part in chunks(max(1, batch.size), self._limit // each):
             yield batch.take(part).inputs
-
-    def _new(self, *shape: int) -> torch.Tensor:
-        """Return a tensor for results, to be filled."""
-        return torch.empty(*shape, device=self.device, dtype=self.dtype)
 
     # Sizes of passes
 
-    def _cost(
-        self, mode: FeatureMode | RowMode | None, factor: float = 1.0
-    ) -> PassCost:
+    @property
+    def _limit(self) -> int:
+        """Return the bytes that one pass may take, and as much again its results."""
+        budget, limit = (
+            self.options.memory_budget,
+            PASS_BYTES[self.device.type == "cuda"],
+        )
+        share = limit if budget is None else int(PASS_SHARE * parse_bytes(budget))
+        return min(limit, share)
+
+    def _pass(
+        self, mode: FeatureMode | RowMode | None, n_vectors: int, factor: float = 1.0
+    ) -> tuple[int, int, int, int]:
+        """Return how many examples b, with how many v of their vectors (tangents of
+        forward mode, cotangents of reverse mode), make one pass in a mode, or of
+        outputs alone if it is None; and the bytes of an example and of all vectors,
+        whatever b, where results are `factor` times as large as on the first batch."""
         row = self.n_params * self.dtype.itemsize
-        return PassCost.of(mode, factor * self.largest, factor * self.total, row)
+        largest = max(1, int(factor * self.largest))
+        total = max(1, int(factor * self.total))
+        # Bytes of a pass: b(base + v·each) + v·shared. Each row has a gradient and a
+        # copy, and its way back through the layers.
+        base, each, shared = 2 * total, 2 * (row + largest), 0
+        if mode is None:
+            base, each = LIVE_RESULTS * largest, 0
+        elif mode is FeatureMode.FORWARD:
+            base, each, shared = LIVE_RESULTS * largest, LIVE_RESULTS * largest, row
+        elif mode is FeatureMode.DOUBLE_REVERSE:
+            base, each, shared = LIVE_RESULTS * total, 0, row
+        limit, (least, most) = self._limit, ENOUGH_BYTES[self.device.type == "cuda"]
+        # As much for examples as for what they share.
+        free, per_vector, kept = limit - base, each + 2 * shared, shared
+        if self.options.memory_budget is None:
+            # as much as the activations, which every pass makes anew
+            free, per_vector, kept = max(free, base), each, 0
+        useful = max(ENOUGH_VECTORS, most // max(1, each))
+        v = max(1, min(n_vectors, free // max(1, per_vector), useful))
+        # Passes of one size: the rest of an uneven division costs a pass of its own.
+        v = -(-n_vectors // -(-n_vectors // v))
+        one = base + v * each
+        enough = max(least, min(most, LIVE_RESULTS * v * shared))
+        b = min(max(ENOUGH_VECTORS // v, enough // one), (limit - v * kept) // one)
+        return max(1, b), v, one, v * shared
 
     def pass_sizes(
         self,
@@ -187,12 +233,11 @@ class Linearizer:
     ) -> tuple[int, int]:
         """Return how many examples, with how many vectors each, make one pass;
         activations are in proportion to what the inputs have of numbers."""
-        shapes, wanted = (batch.example_shapes, self.example_shapes), n_vectors
-        here, first = (max(1, sum(map(math.prod, each))) for each in shapes)
-        if mode in BACKEND_OF:  # which give the rows of all outputs
-            wanted = positions.n_values
-        cost, budget = self._cost(mode, here / first), self.options.memory_budget
-        examples, vectors = cost.sizes(wanted, self.device, budget)
+        here = max(1, sum(map(math.prod, batch.example_shapes)))
+        first = max(1, sum(map(math.prod, self.example_shapes)))
+        # The libraries give the rows of all outputs.
+        wanted = positions.n_values if mode in BACKEND_OF else n_vectors
+        examples, vectors, _, _ = self._pass(mode, wanted, here / first)
         if isinstance(mode, RowMode) and vectors < wanted:
             return 1, n_vectors if mode in BACKEND_OF else vectors
         return self.options.chunk_size or examples, min(vectors, n_vectors)
@@ -200,14 +245,12 @@ class Linearizer:
     def pass_bytes(self, rank: int, n_rows: int) -> int:
         """Return bytes of the largest pass of a fit with K directions and so many
         gradients, and of its results."""
-        budget, needed = self.options.memory_budget, []
+        needed = []
         for mode, n_vectors in ((RowMode.VMAP, 1), (FeatureMode.FORWARD, rank)):
-            cost = self._cost(mode)
-            b, v = cost.sizes(n_vectors, self.device, budget)
+            b, _, each, shared = self._pass(mode, n_vectors)
             b = min(self.options.chunk_size or b, n_rows)
             results = 8 * b * math.prod(self.output_shape) * n_vectors
-            results = min(results, pass_limit(self.device, budget))
-            needed.append(cost.bytes(b, v) + results)
+            needed.append(b * each + shared + min(results, self._limit))
         return max(needed)
 
     def _check_result(self, what: str, numbers: int) -> None:
@@ -292,10 +335,9 @@ class Linearizer:
                 cotangents = outputs[part, block]
                 if outputs.ndim == 2:
                     cotangents = one_hot(cotangents, positions.n_values, self.dtype)
+                how = self.fn, some, cotangents, directions, create_graph
                 with differentiation():
-                    f, rows = ROWS[mode](
-                        self.fn, some, cotangents, directions, create_graph
-                    )
+                    f, rows = ROWS[mode](*how)
                 yield part, block, f, rows
 
     def _reverse(
@@ -308,11 +350,11 @@ class Linearizer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all outputs (B, O), and rows (B, n, P) or their products with V
         (B, n, K), together; see `_passes`."""
-        width = self.n_params
+        width, new = self.n_params, {"device": self.device, "dtype": self.dtype}
         if directions is not None:
-            directions, width = directions.to(self.device, self.dtype), len(directions)
-        f = self._new(batch.size, positions.n_values)
-        result = self._new(*outputs.shape[:2], width)
+            directions, width = directions.to(**new), len(directions)
+        f = torch.empty(batch.size, positions.n_values, **new)
+        result = torch.empty(*outputs.shape[:2], width, **new)
         passes = self._passes(batch, positions, outputs, directions, create_graph)
         for part, block, some, rows in passes:
             f[part], result[part, block] = some, rows
@@ -337,21 +379,20 @@ class Linearizer:
             mode = FeatureMode.REVERSE  # it was decided for all outputs
         if mode is FeatureMode.REVERSE or not batch.size:
             numbers, outputs = self._selected(batch, positions, top)
-            f, phi = self._reverse(
-                batch, positions, numbers.flatten(1), directions, create_graph
-            )
+            how = numbers.flatten(1), directions, create_graph
+            f, phi = self._reverse(batch, positions, *how)
             phi = phi.unflatten(1, numbers.shape[1:]).flatten(0, 1)
             return Features(positions.rows(f), phi, positions, outputs=outputs)
-        f = self._new(batch.size, positions.n_values)
-        phi = self._new(*f.shape, K)
+        new = {"device": self.device, "dtype": self.dtype}
+        f = torch.empty(batch.size, positions.n_values, **new)
+        phi = torch.empty(*f.shape, K, **new)
         at_once, together = self.pass_sizes(batch, positions, mode, K)
         for block in chunks(K, together):
-            V = directions[block].to(self.device, self.dtype)
+            V = directions[block].to(**new)
             for part in chunks(batch.size, at_once):
+                how = self.fn, batch.take(part), V, create_graph
                 with differentiation():
-                    f[part], phi[part, :, block] = FEATURES[mode](
-                        self.fn, batch.take(part), V, create_graph
-                    )
+                    f[part], phi[part, :, block] = FEATURES[mode](*how)
         f, phi, outputs = positions.rows(f), positions.rows(phi), None
         if top is not None:
             outputs = largest(f, top)
@@ -378,17 +419,17 @@ class Linearizer:
         )
         numbers, outputs = self._selected(batch, positions, top)
         split = split.to(self.device, self.dtype)  # once, not per pass
-        f = self._new(B, positions.n_values)
-        phi = self._new(B, S, c, len(split.directions))
-        products = self._new(B, S, split.n_parts, c, c)
+        new = {"device": self.device, "dtype": self.dtype}
+        f = torch.empty(B, positions.n_values, **new)
+        phi = torch.empty(B, S, c, len(split.directions), **new)
+        products = torch.empty(B, S, split.n_parts, c, c, **new)
         mode = self._ways(create_graph)[1]
         at_once, together = self.pass_sizes(batch, positions, mode, S * c)
         for part in chunks(B, at_once):
             for at in chunks(S, together // c):
-                n = numbers[part, at]
-                f[part], J = self._reverse(
-                    batch.take(part), positions, n.flatten(1), None, create_graph
-                )
+                n, some = numbers[part, at], batch.take(part)
+                how = n.flatten(1), None, create_graph
+                f[part], J = self._reverse(some, positions, *how)
                 phi[part, at], *rests = split(J.unflatten(1, n.shape[1:]))
                 for i, rest in enumerate(rests):
                     products[part, at, i] = accurate_product(rest, rest)

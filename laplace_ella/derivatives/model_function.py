@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from functools import reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,20 +68,14 @@ def matching_names(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 
 
 class ModelFunction:
-    """f(params, x): the model with chosen parameters replaced, all others constant.
+    """f(params, x): the model with the parameters of some names replaced, all others
+    constant.
 
-    Pure: a model that writes to its buffers or its inputs writes to copies. Outputs
-    come in their natural shape `(B, ...)`; of objects with logits (Hugging Face) the
-    logits are taken.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-    names : sequence of str
-        names of the P parameters in `model.named_parameters()`, in their order
-    dtype : torch.dtype, optional
-        in which the model is computed, whatever its own: parameters, buffers and
-        inputs that are floating-point numbers are converted, at every call
+    Names are those of `model.named_parameters()`, in their order. The model is computed
+    in `dtype`, whatever its own: floating-point parameters, buffers and inputs are
+    converted at every call. Pure: a model that writes to its buffers or its inputs
+    writes to copies. Outputs come in their natural shape `(B, ...)`; of objects with
+    logits (Hugging Face) the logits are taken.
     """
 
     def __init__(
@@ -104,8 +98,10 @@ class ModelFunction:
     def dtype(self) -> torch.dtype:
         """Return the dtype of rows, features and basis: the parameters', float32 at
         least."""
-        dtypes = [p.dtype for p in self.parameters()]
-        return reduce(torch.promote_types, dtypes, torch.float32)
+        dtype = torch.float32
+        for p in self.parameters():
+            dtype = torch.promote_types(dtype, p.dtype)
+        return dtype
 
     @property
     def device(self) -> torch.device:
@@ -114,8 +110,7 @@ class ModelFunction:
 
     def flat(self) -> torch.Tensor:
         """Return the current values as one vector `(P,)`, in float32 at least."""
-        # reshape, not view: parameters may be transposed or channels_last
-        return torch.cat([p.reshape(-1) for p in self.parameters()]).to(self.dtype)
+        return torch.cat(list(map(torch.flatten, self.parameters()))).to(self.dtype)
 
     def split(self, vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return vectors `(..., P)` as parameters `(..., *shape)`; views where
@@ -130,13 +125,14 @@ class ModelFunction:
         own."""
         # Copies, made inside any transform: a forward pass may count in place. The
         # inputs are copied always: they are small beside the activations.
-        x, kwargs = map_tensors(self._copy, (x, kwargs))
+        copy = partial(self._cast, copy=True)
+        x = map_tensors(copy, x)
+        kwargs = map_tensors(copy, kwargs) if kwargs else {}
         given = dict(zip(self.names, params, strict=True))
         # Parameters first: a buffer of a module may be the parameter of another.
         values: dict[int, torch.Tensor] = {}
         for name, p in self.model.named_parameters():
-            own = given[name] if name in given else self._cast(p.detach())
-            values[id(p)] = own
+            values[id(p)] = given[name] if name in given else self._cast(p.detach())
         # Modules may share tensors and occur in several places: by `tie_weights` a
         # module that occurs twice would lose its parameters, so that every name of a
         # tensor is given.
@@ -145,7 +141,7 @@ class ModelFunction:
             for tensors in (module.named_parameters, module.named_buffers):
                 for name, t in tensors(prefix, recurse=False, remove_duplicate=False):
                     if id(t) not in values:
-                        values[id(t)] = self._copy(t)
+                        values[id(t)] = copy(t)
                     state[name] = values[id(t)]
         f = functional_call(self.model, state, (x,), kwargs, tie_weights=False)
         return f if isinstance(f, torch.Tensor) else getattr(f, "logits", f)
@@ -169,9 +165,6 @@ class ModelFunction:
     def _cast(self, tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
         dtype = self.asked_dtype if tensor.is_floating_point() else None
         return tensor.to(dtype or tensor.dtype, copy=copy)
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._cast(tensor, copy=True)
 
 
 def _place(tensor: torch.Tensor) -> int:

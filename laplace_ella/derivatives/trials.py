@@ -94,13 +94,14 @@ def decide(linearizer: Linearizer, x: Any, rank: int) -> Linearizer:
         return some.size * together / rank
 
     with torch.no_grad():
-        asked = [options.row_mode]
+        ways = {RowMode.VMAP: partial(rows, RowMode.VMAP)}
+        ways[RowMode.LOOP] = partial(rows, RowMode.LOOP)
         if options.row_mode in BACKEND_OF:
             with differentiation():
                 check_rows(options.row_mode, fn, batch, n_values)
-        elif options.row_mode is RowMode.AUTO:
-            asked = [RowMode.VMAP, RowMode.LOOP]
-        way = fastest({way: partial(rows, way) for way in asked}, device)
+        if options.row_mode is not RowMode.AUTO:
+            ways = {options.row_mode: partial(rows, options.row_mode)}
+        way = fastest(ways, device)
         ways = {
             FeatureMode.FORWARD: partial(features, FeatureMode.FORWARD),
             FeatureMode.DOUBLE_REVERSE: partial(features, FeatureMode.DOUBLE_REVERSE),
@@ -144,7 +145,7 @@ def fastest(ways: Mapping[W, Callable[[], float]], device: torch.device) -> W:
             "freezing the layers with the unsupported operator "
             "(requires_grad_(False)), or subset_of_weights='last_layer'."
         ) from next(iter(failures.values()))
-    return min(seconds, key=lambda way: seconds[way])
+    return min(seconds, key=seconds.__getitem__)
 
 
 def _seconds(trial: Callable[[], float], device: torch.device, repeat: bool) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from laplace_ella.derivatives.complements import GradientSplit, accurate_product
+from laplace_ella.derivatives.jacobians import GradientSplit, accurate_product
 from laplace_ella.errors import NumericalWarning, warn_caller
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.complement import UNKNOWN_SPAN, Complement, Precisions

@@ -12,7 +12,6 @@ K rank, B batch, S positions.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -121,36 +120,28 @@ def batch_size(x: Any, dict_key_x: str) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of B examples; which of their tensors have a batch dimension is decided
-    once, on the whole batch.
+    """Inputs of B examples, and leaves, those of their tensors with one entry for each:
+    which these are is decided once, on the whole batch.
 
     A part of a batch may happen to be as long as a tensor that all examples share, so
     the sizes of a part say nothing.
     """
 
     inputs: Any
+    leaves: list[torch.Tensor]
     size: int
-    batched: tuple[bool, ...]
 
     @classmethod
     def of(cls, x: Any, dict_key_x: str, size: int | None = None) -> Batch:
         """Describe inputs `x`, whose size is that of `x[dict_key_x]` of a mapping."""
         size = batch_size(x, dict_key_x) if size is None else size
-        batched = [t.ndim > 0 and len(t) == size for t in tensors_of(x)]
-        return cls(x, size, tuple(batched))
-
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """Return the tensors with one entry per example."""
-        return list(itertools.compress(tensors_of(self.inputs), self.batched))
+        return cls(x, [t for t in tensors_of(x) if t.ndim and len(t) == size], size)
 
     def with_leaves(self, leaves: list[torch.Tensor]) -> Batch:
         """Return other examples; what they share stays."""
-        others, batched = iter(leaves), iter(self.batched)
-        inputs = map_tensors(
-            lambda t: next(others) if next(batched) else t, self.inputs
-        )
-        return Batch(inputs, len(leaves[0]), self.batched)
+        others = dict(zip(map(id, self.leaves), leaves, strict=True))
+        inputs = map_tensors(lambda t: others.get(id(t), t), self.inputs)
+        return Batch(inputs, leaves, len(leaves[0]))
 
     def take(self, index: slice | torch.Tensor) -> Batch:
         """Return the examples `index`, a slice or positions `(m,)`."""
@@ -159,8 +150,7 @@ class Batch:
     @property
     def example_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of one example's tensors, without the batch dimension."""
-        tensors = zip(tensors_of(self.inputs), self.batched, strict=True)
-        return tuple([tuple(t.shape[int(batched) :]) for t, batched in tensors])
+        return tuple([tuple(leaf.shape[1:]) for leaf in self.leaves])
 
 
 def take(x: Any, index: slice | torch.Tensor, size: int) -> Any:
@@ -198,27 +188,21 @@ class OutputLayout(str, Enum):
             channels, *positions = shape
         else:
             *positions, channels = shape
-        S = math.prod(positions)
-        return Positions(self, tuple(shape), tuple(positions), channels, S)
+        S, n_values = math.prod(positions), math.prod(shape)
+        return Positions(self, tuple(shape), tuple(positions), channels, S, n_values)
 
 
 @dataclass(frozen=True)
 class Positions:
-    """The outputs of one example: C channels at each of S positions of some shape.
-
-    Made by `OutputLayout.of`.
-    """
+    """The S·C outputs of one example: C channels at each of S positions, which have a
+    shape; made by `OutputLayout.of`."""
 
     layout: OutputLayout
     output_shape: tuple[int, ...]
     shape: tuple[int, ...]
     n_channels: int
     n_positions: int
-
-    @property
-    def n_values(self) -> int:
-        """Return S·C, the number of outputs of one example."""
-        return self.n_positions * self.n_channels
+    n_values: int
 
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return `(B, S·C, ...)` in the model's order as rows `(B·S, C, ...)`."""

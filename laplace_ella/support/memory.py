@@ -77,11 +77,11 @@ def free_bytes(device: torch.device) -> int | None:
         available = torch.cuda.is_available()
         return torch.cuda.mem_get_info(device)[0] if available else None
     try:
-        machine = Path("/proc/meminfo").read_text()
+        machine = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
         own = re.search(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(), re.M)
     except OSError:
         return None
-    free = [1024 * int(kb) for kb in re.findall(r"MemAvailable:\s+(\d+)", machine)]
+    free = [1024 * int(machine[1])] if machine else []
     group = CGROUPS / own[1] if own else CGROUPS
     for folder in (group, *group.parents):
         try:  # any group up to the root may have the limit
