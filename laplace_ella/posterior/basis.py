@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from laplace_ella.derivatives.complements import accurate_product
+from laplace_ella.derivatives.jacobians import accurate_product
 from laplace_ella.errors import RankWarning, warn_caller
 from laplace_ella.support.batches import chunks, has_values
 from laplace_ella.support.preserve import full_precision

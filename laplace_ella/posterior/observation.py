@@ -16,7 +16,7 @@ import torch
 from laplace.utils.enums import Likelihood
 
 from laplace_ella import metrics
-from laplace_ella.derivatives.complements import accurate_product
+from laplace_ella.derivatives.jacobians import accurate_product
 from laplace_ella.support.batches import OutputLayout, Positions, chunks
 
 #: Monte-Carlo samples where no number is given, as in laplace-torch.

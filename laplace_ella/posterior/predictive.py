@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from laplace_ella.derivatives.complements import accurate_product
+from laplace_ella.derivatives.jacobians import accurate_product
 from laplace_ella.derivatives.linearizer import Features, Linearizer
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.observation import (
