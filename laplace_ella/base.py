@@ -14,7 +14,7 @@ from laplace_ella.derivatives.model_function import refuse_sharded, unwrap
 from laplace_ella.derivatives.modes import Modes
 from laplace_ella.errors import NotFittedError, NumericalWarning, warn_caller
 from laplace_ella.fitting.checkpoint import posterior_from_state, state_of_posterior
-from laplace_ella.fitting.distributed import Processes, joined, processes_of
+from laplace_ella.fitting.distributed import Processes, processes_of
 from laplace_ella.posterior.observation import ObservationModel
 from laplace_ella.settings import EllaSettings
 from laplace_ella.support.checks import positive_int
@@ -65,9 +65,8 @@ class EllaBase(EllaSettings):
             with undisturbed(self.model):
                 yield None
             return
-        part = joined()
-        with processes.together(what), undisturbed(self.model):
-            if not part:
+        with processes.together(what) as within, undisturbed(self.model):
+            if not within:
                 refuse_sharded(self.model)
                 processes.check_same({"the call": what, **self._described(), **given})
                 self._check_models(processes)

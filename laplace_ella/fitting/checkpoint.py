@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,28 +19,21 @@ from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, Modes, RowMode
 from laplace_ella.errors import CheckpointWarning, warn_caller
 from laplace_ella.fitting.data import loader_batches
-from laplace_ella.fitting.sampling import FitPlan, Progress
+from laplace_ella.fitting.sampling import FEW_EXAMPLES, FitPlan, Progress
 from laplace_ella.posterior.basis import NystromBasis
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
 from laplace_ella.posterior.span import Sketch, Span
-from laplace_ella.support.batches import (
-    OutputLayout,
-    batch_size,
-    take,
-    tensors_of,
-    to_device,
-)
+from laplace_ella.support.batches import OutputLayout, batch_size, take, tensors_of
 from laplace_ella.support.identity import digest, model_identity, same_model
 from laplace_ella.support.preserve import autocast_enabled
 
 #: Seconds between two saves; more where a save takes long.
 SAVE_EVERY = 60.0
 
-START_OVER = "to start over, delete the file"
+OTHER_FILE = "Use another path, or, to start over, delete the file."
 
-
-# Values as tensors and plain types
+PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
 _KINDS = {
     kind.__name__: kind
@@ -59,14 +52,28 @@ def _plain(value: Any) -> Any:
     """Return a value as tensors and plain types: dataclasses and enums as mappings with
     the name of their class."""
     kind = {"class": type(value).__name__}
+    if isinstance(value, torch.Tensor):
+        return value.detach()
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     if isinstance(value, Enum):
         return {**kind, "value": value.value}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
     if is_dataclass(value):
         names = [field.name for field in fields(value) if field.name not in _MODEL]
         return {**kind, **{name: _plain(getattr(value, name)) for name in names}}
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, PLAIN):
+        raise TypeError(f"A file cannot hold a {kind['class']}.")
+    return value
+
+
+def _plain_fit(fit: Fit) -> dict[str, Any]:
+    try:
+        _plain(fit.examples)
+    except TypeError:  # the model is then known by its state alone
+        fit = replace(fit, examples=None)
+    return _plain(fit)
 
 
 def _value(state: Any, model: Mapping[str, Any], device: torch.device) -> Any:
@@ -78,21 +85,16 @@ def _value(state: Any, model: Mapping[str, Any], device: torch.device) -> Any:
     if not isinstance(state, Mapping):
         return state
     home = model["options"].basis_device or device
-    named = {
+    values = {
         name: _value(item, model, home if name in _AT_HOME else device)
         for name, item in state.items()
     }
-    kind: Any = _KINDS.get(str(named.pop("class", None)))
+    kind: Any = _KINDS.get(str(state.get("class")))
     if kind is None:
-        return state
-    if issubclass(kind, Enum):
-        return kind(**named)
-    names = [field.name for field in fields(kind)]
-    return kind(**named, **{name: model[name] for name in names if name in model})
-
-
-def _plain_fit(fit: Fit) -> dict[str, Any]:
-    return {**_plain(fit), "examples": plain_inputs(fit.examples)}
+        return values
+    own = [] if issubclass(kind, Enum) else [field.name for field in fields(kind)]
+    del values["class"]
+    return kind(**values, **{name: model[name] for name in own if name in model})
 
 
 def _fit_of(
@@ -108,18 +110,29 @@ def _fit_of(
     return _value(state, dict(zip(_MODEL, model, strict=True)), fn.device)
 
 
-def plain_inputs(x: Any) -> Any:
-    """Return inputs as copies on the CPU in plain containers, which a file may hold;
-    None where there is anything else in them."""
-    if isinstance(x, torch.Tensor):
-        return x.detach().cpu().clone()
-    if isinstance(x, Mapping):
-        items = {key: plain_inputs(value) for key, value in x.items()}
-        return None if any(value is None for value in items.values()) else items
-    if isinstance(x, (tuple, list)):
-        parts = [plain_inputs(value) for value in x]
-        return None if any(part is None for part in parts) else tuple(parts)
-    return x if isinstance(x, (bool, int, float, str)) else None
+def _identity(
+    fn: ModelFunction, examples: Any, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return model and settings as plain values, or the digests of others."""
+    known = {n: v if type(v) in PLAIN else digest(v) for n, v in values.items()}
+    names = digest(list(fn.names))
+    model = model_identity(fn.model, examples)
+    return {**known, "the uncertain parameters": names, "model": model}
+
+
+def _refuse_others(
+    what: str, saved: Mapping[str, Any], now: Mapping[str, Any], remedy: str
+) -> None:
+    """Refuse what was made with another model or other settings, and name them."""
+    models = same_model(saved["model"], now["model"])
+    found = [f"another model, of which {'; '.join(models)}"] if models else []
+    for name in {**now, **saved}:
+        theirs, ours = saved.get(name), now.get(name)
+        if name != "model" and theirs != ours:
+            found.append(f"{name}={theirs!r}, where this is {ours!r}")
+    if found:
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ValueError(f"{what} has {'; '.join(found[:3])}{more}. {remedy}")
 
 
 # The file of a fit
@@ -129,41 +142,14 @@ def plain_inputs(x: Any) -> Any:
 class Checkpoint:
     """The file of one fit.
 
-    Attributes
-    ----------
-    path : Path
-    identity : dict
-        model, data and settings, see `support.identity`
-    random : torch.Tensor
-        torch's global random state, from which loaders make their order
-    due : float
-        when the file is to be written next
+    `identity` is of model, data and settings; `random` is torch's global random state,
+    from which loaders make their order. The file is to be written when it is `due`.
     """
 
     path: Path
     identity: Mapping[str, Any]
     random: torch.Tensor
     due: float = 0.0
-
-    def load(self, saved: Mapping[str, Any], *how: Any) -> tuple[Fit, Progress, bool]:
-        """Return the fit in a file of this one's identity, how far it got, and whether
-        it is finished; `how` derivatives are taken, see `_fit_of`."""
-        before, now = saved["identity"], self.identity
-        found = same_model(before["model"], now["model"])
-        names = (name for name in {**now, **before} if name != "model")
-        found += [f"{n} differs" for n in names if before.get(n) != now.get(n)]
-        if found:
-            more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-            raise ValueError(
-                f"{self.path} is the checkpoint of another fit: {'; '.join(found[:3])}"
-                f"{more}. Use the model, data and settings that it was made with, or "
-                f"another path, or, {START_OVER}."
-            )
-        fit = _fit_of(saved["fit"], *how)
-        state = dict(saved["progress"])
-        generator = state.pop("generator")  # of which the state is on the CPU
-        given = {"options": fit.linearizer.options, "generator": generator}
-        return fit, _value(state, given, fit.sums.H.device), saved["finished"]
 
     def save(self, fit: Fit, progress: Progress, finished: bool = False) -> None:
         """Write the file anew, or warn."""
@@ -208,7 +194,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         )
     if not path.exists():
         return None
-    remedy = f"Use another path, or, {START_OVER}."
     size = path.stat().st_size - hashlib.sha256().digest_size
     with path.open("rb") as file:
         file.seek(max(0, size))
@@ -216,7 +201,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     if size <= 0 or _checksum(path, size) != found:
         raise ValueError(
             f"{path} is not a checkpoint, or is damaged: its checksum is not that of "
-            f"its content. {remedy}"
+            f"its content. {OTHER_FILE}"
         )
     return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -228,8 +213,9 @@ def open_checkpoint(
     start: Fit | None,
     val_loader: Any,
 ) -> tuple[Checkpoint, tuple[Fit, Progress, bool] | None]:
-    """Return the checkpoint of a fit, and what its file holds if there is one; a
-    finished fit is there once the targets are found to be the same.
+    """Return the checkpoint of a fit, and what its file holds if there is one: the fit,
+    how far it got, and whether it is finished, which it is once the targets are found
+    to be the same.
 
     Loaders repeat what they did when the file was begun: torch's global random state is
     set to what it was, and to be restored by the caller.
@@ -242,12 +228,15 @@ def open_checkpoint(
             f"{plan.processes.size} fit together here. Leave it out, save "
             "la.state_dict() after fit_basis(), or pass distributed=False."
         )
-    saved = _read(Path(path))
+    path = Path(path)
+    saved = _read(path)
     random = torch.get_rng_state() if saved is None else saved["random"]
     torch.set_rng_state(random)
     fn, device, data = plan.fn, plan.fn.device, plan.data
     _, x, y, _ = next(data.batches(device))
-    examples = take(x, slice(0, 4), batch_size(x, plan.data.dict_key_x))
+    validation = getattr(val_loader, "f_mu", None)
+    if validation is None and val_loader is not None:
+        validation = next(loader_batches(val_loader, device, data.dict_key_y))
     identity = {
         **plan.described(),
         "number of examples": data.n_examples,
@@ -256,25 +245,25 @@ def open_checkpoint(
         "autocast": autocast_enabled(device),
         **settings,
         "the first batch": [*tensors_of(x), y],
+        "the validation data": tensors_of(validation),
+        "the data before this fit": start and [start.sums.n_data, start.sums.H],
     }
-    if start is not None:
-        identity["the data before this fit"] = [start.sums.n_data, start.sums.H]
-    if hasattr(val_loader, "f_mu"):
-        identity["the validation data"] = val_loader.f_mu
-    elif val_loader is not None:
-        some, y = next(loader_batches(val_loader, device, data.dict_key_y))
-        identity["the validation data"] = [*tensors_of(some), y]
-    known: dict[str, Any] = {name: digest(v) for name, v in identity.items()}
-    known["model"] = model_identity(fn.model, examples)
-    checkpoint = Checkpoint(Path(path), known, random)
+    some = take(x, slice(0, FEW_EXAMPLES), batch_size(x, data.dict_key_x))
+    known = _identity(fn, some, identity)
+    checkpoint = Checkpoint(path, known, random)
     if saved is None:
         return checkpoint, None
-    how = fn, plan.layout, plan.data.dict_key_x, plan.options
-    fit, progress, finished = checkpoint.load(saved, *how)
-    if finished:
+    _refuse_others(
+        f"{path} is of another fit: it", saved["identity"], known, OTHER_FILE
+    )
+    fit = _fit_of(saved["fit"], fn, plan.layout, data.dict_key_x, plan.options)
+    state = saved["progress"]
+    progress = _value(state, {"options": plan.options}, fit.sums.H.device)
+    progress = replace(progress, generator=state["generator"])  # its state: on the CPU
+    if saved["finished"]:
         done = {"n_done": progress.n_batches, "targets": progress.targets}
         next(data.batches(device, **done), None)
-    return checkpoint, (fit, progress, finished)
+    return checkpoint, (fit, progress, saved["finished"])
 
 
 # The state of a posterior
@@ -285,13 +274,10 @@ def state_of_posterior(
 ) -> dict[str, Any]:
     """Return a fit with its settings, known by the class and the model it is of, and a
     checksum over all."""
-    state = {
-        **described,
-        "parameter_names": list(fn.names),
-        "model": model_identity(fn.model, to_device(fit.examples, fn.device)),
-        "fit": _plain_fit(fit),
-        "settings": dict(settings),
-    }
+    state = _plain_fit(fit)
+    examples = _value(state["examples"], {"options": ComputeOptions()}, fn.device)
+    known = _identity(fn, examples, described)
+    state = {**known, "fit": state, "settings": dict(settings)}
     return {**state, "checksum": digest(state)}
 
 
@@ -311,24 +297,15 @@ def posterior_from_state(
             "The state_dict is damaged or was changed: its checksum is not that of its "
             "content. Save la.state_dict() anew."
         )
-    for name, ours in described.items():
-        if state.get(name) != ours:
-            raise ValueError(
-                f"The checkpoint has {name}={state.get(name)!r}, this object {ours!r}. "
-                "Build it with the same subset_of_weights, hessian_structure, "
-                "likelihood, output_layout and multi_label."
-            )
-    examples = to_device(state["fit"]["examples"], fn.device)
-    found = same_model(state["model"], model_identity(fn.model, examples))
-    if found:
-        raise ValueError(
-            f"The checkpoint belongs to another model: {'; '.join(found)}. Load the "
-            "model's own weights before the posterior's."
-        )
-    if state["parameter_names"] != list(fn.names):
-        raise ValueError(
-            f"The checkpoint has {len(state['parameter_names'])} uncertain "
-            f"parameters, this object {len(fn.names)}. Set requires_grad "
-            "and parameter_names= as they were when the posterior was fitted."
-        )
-    return _fit_of(state["fit"], fn, *how), dict(state["settings"])
+    fit = _fit_of(content.pop("fit"), fn, *how)
+    settings = content.pop("settings")
+    _refuse_others(
+        "The checkpoint",
+        content,
+        _identity(fn, fit.examples, described),
+        "Load the model's own weights before the posterior's, set requires_grad and "
+        "parameter_names= as they were, and build the object with the same "
+        "subset_of_weights, hessian_structure, likelihood, output_layout and "
+        "multi_label.",
+    )
+    return fit, dict(settings)

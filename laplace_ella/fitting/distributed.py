@@ -29,11 +29,6 @@ STAGED = 2**22
 _joined: ContextVar[bool] = ContextVar("joined", default=False)
 
 
-def joined() -> bool:
-    """Return whether this is within joint work of several processes."""
-    return _joined.get()
-
-
 def processes_of(distributed: bool | None, device: torch.device) -> Processes | None:
     """Return the processes of the default group, or None for a process that works
     alone: there is no group, or `distributed` is False."""
@@ -63,13 +58,7 @@ class Processes:
     """Two or more processes that work together, seen from one of them.
 
     All of them must make the same calls in the same order. Results are the same in all.
-
-    Attributes
-    ----------
-    rank : int
-    size : int
-    device : torch.device
-        where tensors are while they are exchanged
+    Tensors are on `device` while they are exchanged.
     """
 
     rank: int
@@ -77,17 +66,15 @@ class Processes:
     device: torch.device
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Do one piece of joint work: where it fails in one process it fails in all.
-
-        That one raises what it met with, the others an `OtherProcessError`.
-        """
-        if joined():  # a part of another piece
-            yield
+    def together(self, what: str) -> Iterator[bool]:
+        """Do one piece of joint work: where it fails in one process it fails in all, in
+        the others with an `OtherProcessError`. Yield whether it is part of another."""
+        if _joined.get():
+            yield True
             return
         token = _joined.set(True)
         try:
-            yield
+            yield False
             self.meet(f"the end of {what}")
         except OtherProcessError:
             raise  # of which the others know
@@ -124,7 +111,7 @@ class Processes:
 
     def first(self, what: str, value: Any) -> Any:
         """Return the value that the first process has."""
-        return self.meet(what, value if self.rank == 0 else None)[0]
+        return self.meet(what, value)[0]
 
     def sum(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of the tensors of all processes."""
@@ -167,14 +154,14 @@ class Processes:
 
     def check_same(self, described: Mapping[str, Any]) -> None:
         """Refuse processes that differ in what is described, naming it."""
-        found = self.meet("settings", {k: str(v) for k, v in described.items()})
-        for name in described:
-            for rank, other in enumerate(found):
-                if other.get(name) != found[0].get(name):
+        found = self.meet("settings", [str(value) for value in described.values()])
+        for name, first, *others in zip(described, *found, strict=True):
+            for rank, other in enumerate(others, 1):
+                if other != first:
                     raise ValueError(
-                        f"{name} differs between the processes: rank 0 has "
-                        f"{found[0].get(name)}, rank {rank} has {other.get(name)}. All "
-                        "must have the same; with distributed=False each works alone."
+                        f"{name} differs between the processes: rank 0 has {first}, "
+                        f"rank {rank} has {other}. All must have the same; with "
+                        "distributed=False each works alone."
                     )
 
 

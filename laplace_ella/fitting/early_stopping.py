@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,8 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         for name in ("every", "start", "patience", "n_samples"):
-            if (value := getattr(self, name)) is not None:
-                positive_int(name, value)
+            if name != "every" or self.every is not None:
+                positive_int(name, getattr(self, name))
         if not (self.growth > 1 and math.isfinite(self.growth)):  # also refuses NaN
             raise ValueError(f"growth must exceed 1 and be finite, got {self.growth}.")
         check_loss(self.loss)
@@ -84,16 +85,12 @@ class EarlyStopping:
             yield n
             n += self.every or math.ceil(n * (self.growth - 1))
 
-    def scores(self, history: Sequence[Mapping[str, float]]) -> list[float]:
-        """Return the losses, lower ones better, infinite where not finite."""
-        sign = -1 if self.maximize else 1
-        losses = [sign * point["loss"] for point in history]
-        return [loss if math.isfinite(loss) else math.inf for loss in losses]
-
     def waited(self, history: Sequence[Mapping[str, float]]) -> int:
         """Return how many evaluations there were since the best one."""
-        scores = self.scores(history)
-        return len(scores) - 1 - scores.index(min(scores)) if scores else 0
+        sign = -1 if self.maximize else 1
+        losses = [sign * point["loss"] for point in history]
+        losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
+        return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
 
 def check_stopping(stopping: Any, val_loader: Any) -> tuple[EarlyStopping | None, bool]:
@@ -139,7 +136,7 @@ def augmented_validation(
         accurate on the result as on new data, too strong if it is much worse (the
         posterior then comes out too wide)
     seed : int, default=0
-        of the choice and the augmentation; global random states are not changed
+        of the choice and the augmentation
 
     Returns
     -------
@@ -159,10 +156,10 @@ def augmented_validation(
     positive_int("n_examples", n_examples)
     if not 0 < strength <= 1:
         raise ValueError(f"strength must lie in (0, 1], got {strength}.")
-    augment = _augmentation(strength) if augment is None else augment
+    augment = partial(_augmented, strength=strength) if augment is None else augment
     data = training_data(train_loader, "", dict_key_y)
-    n = data.n_examples or 0
-    chosen = np.sort(np.random.default_rng(seed).permutation(n)[:n_examples])
+    order = np.random.default_rng(seed).permutation(data.n_examples or 0)
+    chosen = np.sort(order[:n_examples])
     images, targets = [], []
     for where, x, y, _ in data.batches(torch.device("cpu")):
         if not isinstance(x, torch.Tensor) or x.ndim != 4:
@@ -183,21 +180,18 @@ def augmented_validation(
     return DataLoader(validation, batch_size=getattr(train_loader, "batch_size", 32))
 
 
-def _augmentation(strength: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def _augmented(images: torch.Tensor, strength: float) -> torch.Tensor:
     """Crop, rotate, flip, blur and erase, drawn for each image; keeps the shape."""
     from torchvision.transforms import v2
 
-    def augment(images: torch.Tensor) -> torch.Tensor:
-        size = tuple(images.shape[-2:])
-        transform = v2.Compose(
-            [
-                v2.RandomResizedCrop(size, scale=(1 - 0.7 * strength, 1), ratio=(1, 1)),
-                v2.RandomRotation([-20 * strength, 20 * strength]),
-                v2.RandomHorizontalFlip(),
-                v2.RandomApply([v2.GaussianBlur(3, (0.1, 1.0))], p=0.5 * strength),
-                v2.RandomErasing(p=0.5 * strength, scale=(0.02, 0.15)),
-            ]
-        )
-        return torch.stack([transform(image) for image in images])
-
-    return augment
+    size = tuple(images.shape[-2:])
+    transform = v2.Compose(
+        [
+            v2.RandomResizedCrop(size, scale=(1 - 0.7 * strength, 1), ratio=(1, 1)),
+            v2.RandomRotation([-20 * strength, 20 * strength]),
+            v2.RandomHorizontalFlip(),
+            v2.RandomApply([v2.GaussianBlur(3, (0.1, 1.0))], p=0.5 * strength),
+            v2.RandomErasing(p=0.5 * strength, scale=(0.02, 0.15)),
+        ]
+    )
+    return torch.stack([transform(image) for image in images])

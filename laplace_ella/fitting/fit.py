@@ -59,7 +59,7 @@ def add_up(
         generator.set_state(done.generator)
     rows = start.training if start.spans_all else None
     if rows is None:
-        processes, seen = plan.processes, done.n_examples
+        processes, seen = plan.processes, done.sums.n_data - start.sums.n_data
         parts = _from_loader(plan, start, done)
     else:  # of all processes already
         processes, seen = None, 0
@@ -104,7 +104,7 @@ def add_up(
                 break
         if running is not None:
             n_batches = done.n_batches + 1
-            done = replace(done, n_examples=seen, n_batches=n_batches, targets=running)
+            done = replace(done, n_batches=n_batches, targets=running)
             if checkpoint is not None and time.monotonic() >= checkpoint.due:
                 check_finite(finite, "outputs or derivatives", "of the data")
                 state = None if generator is None else generator.get_state()
@@ -114,7 +114,7 @@ def add_up(
         done, ended = evaluated(ended=True)
     fit = replace(start, sums=done.sums, history=done.history, training=None)
     if stops and schedule is not None and done.best is not None:
-        if not math.isfinite(min(schedule.scores(done.history))):
+        if not any(math.isfinite(point["loss"]) for point in done.history):
             raise ValueError(
                 f"The validation loss was NaN or infinite at all {len(done.history)} "
                 "evaluations, so there is no best one to stop at. Check the loss and "

@@ -204,14 +204,13 @@ class FitPlan:
 class Progress:
     """How far the curvature of a pass over the data is added up.
 
-    Of this pass `n_examples` in `n_batches` are in the sums; `targets` is the running
-    digest of their targets. `generator` is the state of the generator of sampled
+    Of this pass `n_batches` are in the sums; `targets` is the running digest of their
+    targets. `generator` is the state of the generator of sampled
     cotangents, `history` has 'n_data' and validation 'loss' so far, and `best` are the
     sums that the best loss of them is the loss of.
     """
 
     sums: CurvatureSum
-    n_examples: int = 0
     n_batches: int = 0
     targets: str = ""
     generator: torch.Tensor | None = None
@@ -325,7 +324,7 @@ def sample_basis(plan: FitPlan, start: Fit | None = None) -> tuple[Fit, Progress
             y = targets_of(plan, y, size, here, positions).to(f.device)
             finite[-1] = finite[-1] & torch.isfinite(f).all()
             parts.append([t.unflatten(0, (size, -1)) for t in (f, y)])
-            read = where.stop, len(parts), targets
+            read = len(parts), targets
     check_finite(finite, "outputs or derivatives", "of the data")
     kept = [torch.cat(some) for some in zip(*parts, strict=True)]
     if sketch is not None:
