@@ -19,8 +19,8 @@ import torch
 
 from laplace_ella.fitting.checkpoint import open_checkpoint
 from laplace_ella.fitting.data import training_data
-from laplace_ella.fitting.early_stopping import EarlyStopping, check_stopping
-from laplace_ella.fitting.fit import add_up
+from laplace_ella.fitting.early_stopping import EarlyStopping
+from laplace_ella.fitting.fit import add_up, check_stopping
 from laplace_ella.fitting.sampling import (
     FitPlan,
     Progress,

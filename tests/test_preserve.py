@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import numpy as np
@@ -17,11 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ComputeOptions, ELLALaplace, ELLALLLaplace
 from laplace_ella.errors import NotDifferentiableError
-from laplace_ella.support.preserve import (
-    differentiation,
-    seeded_iteration,
-    undisturbed,
-)
+from laplace_ella.support.preserve import differentiation, seeded_iteration, undisturbed
 from tests import dense
 from tests.cases import Case, make, mlp
 from tests.fitting import assert_close, build, fit
@@ -109,6 +106,16 @@ def snapshot(model):
     return found
 
 
+MC = {"link_approx": "mc", "n_samples": 3}
+
+
+def search(la, case, **kwargs):
+    val_loader = case.loader(4, shuffle=True)
+    kwargs = {"method": "gridsearch", "val_loader": val_loader, **kwargs}
+    la.optimize_prior_precision(grid_size=3, **kwargs)
+
+
+#: Public calls, most of which run the model.
 CALLS = {
     "init": lambda la, case: type(la)(case.model, "classification"),
     "fit": lambda la, case: la.fit(case.loader(4, shuffle=True)),
@@ -116,29 +123,15 @@ CALLS = {
     "fit_online": lambda la, case: la.fit(case.loader(4), override=False),
     "features": lambda la, case: la.features(case.x_test),
     "probit": lambda la, case: la(case.x_test),
-    "mc": lambda la, case: la(case.x_test, link_approx="mc", n_samples=3),
-    "nn": lambda la, case: la(
-        case.x_test, pred_type="nn", link_approx="mc", n_samples=3
-    ),
-    "functional_samples": lambda la, case: la.functional_samples(
-        case.x_test, n_samples=3, joint=True
-    ),
-    "gridsearch": lambda la, case: la.optimize_prior_precision(
-        method="gridsearch", val_loader=case.loader(4, shuffle=True), grid_size=3
-    ),
-    "gridsearch_nn": lambda la, case: la.optimize_prior_precision(
-        pred_type="nn",
-        method="gridsearch",
-        val_loader=case.loader(4),
-        grid_size=3,
-        link_approx="mc",
-        n_samples=2,
-    ),
+    "mc": lambda la, case: la(case.x_test, **MC),
+    "nn": lambda la, case: la(case.x_test, pred_type="nn", **MC),
+    "samples": lambda la, case: la.functional_samples(case.x_test, n_samples=3),
+    "gridsearch": search,
+    "gridsearch_nn": lambda la, case: search(la, case, pred_type="nn", **MC),
     "sample": lambda la, case: la.sample(3),
     "marglik": lambda la, case: la.optimize_prior_precision(n_steps=2),
     "state": lambda la, case: la.load_state_dict(la.state_dict()),
 }
-"""Public calls, most of which run the model."""
 
 MODES = {
     "auto": {},
@@ -150,12 +143,6 @@ MODES = {
 }
 
 
-def fitted(cls, case, **kwargs):
-    la = build(case, cls, **kwargs)
-    la.fit(case.loader(4))
-    return la
-
-
 @pytest.mark.filterwarnings("ignore::laplace_ella.errors.RankWarning")
 @pytest.mark.parametrize("breaks_after", [None, 0, 1, 2, 4])
 @pytest.mark.parametrize("call", CALLS)
@@ -164,7 +151,7 @@ def test_calls(cls, call, breaks_after):
     """The snapshot of model and process is the same after every public call, also when
     the model raises in its n-th call, whose error comes out."""
     case = make_case()
-    la = fitted(cls, case)
+    la = fit(case, cls)
     before, expected = snapshot(case.model), la(case.x_test)
     assert snapshot(case.model) == before
     case.model.breaks_after = breaks_after
@@ -247,7 +234,7 @@ def test_interruptions(call, times):
             signal.raise_signal(signal.SIGINT)  # as Ctrl-C does
 
     case = make_case(plain=True)
-    la = fitted(ELLALaplace, case, compute=ComputeOptions("forward", "vmap"))
+    la = fit(case, compute=ComputeOptions("forward", "vmap"))
     before = snapshot(case.model)
     durations, interrupted = [], 0
     for _ in range(3):
@@ -285,20 +272,9 @@ def test_interruptions(call, times):
 
 def in_threads(*works):
     """Run functions at the same time, and raise what they raise."""
-    errors = []
-
-    def run(work):
-        try:
-            work()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors, errors
+    with ThreadPoolExecutor(len(works)) as pool:
+        for future in [pool.submit(work) for work in works]:
+            future.result(60)
 
 
 def test_flags_of_several_threads():

@@ -68,9 +68,9 @@ def known_length(loader: Any) -> int | None:
     ):
         return None
     sampler: Any = loader.batch_sampler.sampler
-    if not hasattr(type(sampler), "__len__"):
+    n = own = length_hint(sampler, -1)
+    if n < 0:  # it has none
         return None
-    n = own = len(sampler)
     if type(sampler) is DistributedSampler and not sampler.drop_last:
         total = len(sampler.dataset)  # pyright: ignore[reportArgumentType]
         own = -(-(total - sampler.rank) // sampler.num_replicas)

@@ -93,23 +93,6 @@ class EarlyStopping:
         return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
 
-def check_stopping(stopping: Any, val_loader: Any) -> tuple[EarlyStopping | None, bool]:
-    """Return when a fit evaluates its validation loss, and whether it stops by it."""
-    if stopping is None or stopping is False:
-        return (None if val_loader is None else EarlyStopping()), False
-    if stopping is not True and not isinstance(stopping, EarlyStopping):
-        raise TypeError(
-            "early_stopping must be True, False or an EarlyStopping(...), got "
-            f"{stopping!r}."
-        )
-    if val_loader is None:
-        raise ValueError(
-            "early_stopping needs val_loader=. Where there is no validation data, "
-            "laplace_ella.augmented_validation(train_loader) makes some."
-        )
-    return (EarlyStopping() if stopping is True else stopping), True
-
-
 def augmented_validation(
     train_loader: DataLoader,
     n_examples: int = 1000,

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from laplace_ella.derivatives.backends import Curvature
+from laplace_ella.fitting.early_stopping import EarlyStopping
 from laplace_ella.fitting.sampling import targets_of
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
@@ -20,7 +21,6 @@ from laplace_ella.support.checks import check_finite
 
 if TYPE_CHECKING:
     from laplace_ella.fitting.checkpoint import Checkpoint
-    from laplace_ella.fitting.early_stopping import EarlyStopping
     from laplace_ella.fitting.sampling import FitPlan, Progress
 
 #: Examples whose features are known that are added up at once.
@@ -35,6 +35,23 @@ Part = tuple[
     Positions,
     str | None,
 ]
+
+
+def check_stopping(stopping: Any, val_loader: Any) -> tuple[EarlyStopping | None, bool]:
+    """Return when a fit evaluates its validation loss, and whether it stops by it."""
+    if stopping is None or stopping is False:
+        return (None if val_loader is None else EarlyStopping()), False
+    if stopping is not True and not isinstance(stopping, EarlyStopping):
+        raise TypeError(
+            "early_stopping must be True, False or an EarlyStopping(...), got "
+            f"{stopping!r}."
+        )
+    if val_loader is None:
+        raise ValueError(
+            "early_stopping needs val_loader=. Where there is no validation data, "
+            "laplace_ella.augmented_validation(train_loader) makes some."
+        )
+    return (EarlyStopping() if stopping is True else stopping), True
 
 
 def add_up(

@@ -168,9 +168,8 @@ class FitPlan:
     def keeps_span(self) -> bool:
         """Whether the span of the sampled gradients may be asked for later."""
         asked = self.complement in (None, Complement.MATCHED)
-        return asked and (
-            self.has_curvature_rows and self.observation.sigma_noise.numel() == 1
-        )
+        one_noise = self.observation.sigma_noise.numel() == 1
+        return asked and one_noise and self.has_curvature_rows
 
     def takes_all(self, linearizer: Linearizer, n_pairs: int) -> bool:
         """Return whether the gradients of all pairs are to be taken."""
@@ -205,9 +204,8 @@ class Progress:
     """How far the curvature of a pass over the data is added up.
 
     Of this pass `n_batches` are in the sums; `targets` is the running digest of their
-    targets. `generator` is the state of the generator of sampled
-    cotangents, `history` has 'n_data' and validation 'loss' so far, and `best` are the
-    sums that the best loss of them is the loss of.
+    targets. `generator` is the state of the generator of sampled cotangents, `history`
+    has 'n_data' and validation 'loss' so far, and `best` the sums of the best loss.
     """
 
     sums: CurvatureSum
@@ -307,6 +305,14 @@ def sample_basis(plan: FitPlan, start: Fit | None = None) -> tuple[Fit, Progress
     for where, x, y, targets in chain([first], batches):
         if last < where.start:
             break
+        good = True
+        if exact:
+            size = where.stop - where.start
+            f, here = linearizer.outputs(x)
+            y = targets_of(plan, y, size, here, positions).to(f.device)
+            good = torch.isfinite(f).all()
+            parts.append([t.unflatten(0, (size, -1)) for t in (f, y)])
+            read = len(parts), targets
         try:
             for rows in _rows(linearizer, x, pairs, where, capacity):
                 buffer.append(rows.to(plan.home))
@@ -314,17 +320,10 @@ def sample_basis(plan: FitPlan, start: Fit | None = None) -> tuple[Fit, Progress
             finite.append(torch.isfinite(buffer.energy))
             check_finite(finite, "outputs or derivatives", "of the data")
             raise
-        finite.append(torch.isfinite(buffer.energy))
+        finite.append(torch.isfinite(buffer.energy) & good)
         if sketch is not None:
             for rows in _rows(linearizer, x, others, where, capacity):
                 beyond.append(sketch(rows.to(plan.home)))
-        if exact:
-            size = where.stop - where.start
-            f, here = linearizer.outputs(x)
-            y = targets_of(plan, y, size, here, positions).to(f.device)
-            finite[-1] = finite[-1] & torch.isfinite(f).all()
-            parts.append([t.unflatten(0, (size, -1)) for t in (f, y)])
-            read = len(parts), targets
     check_finite(finite, "outputs or derivatives", "of the data")
     kept = [torch.cat(some) for some in zip(*parts, strict=True)]
     if sketch is not None:
