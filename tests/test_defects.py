@@ -5,12 +5,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ComputeOptions, ELLALaplace, ELLALLLaplace
 from laplace_ella.errors import InsufficientMemoryError
 from tests.cases import make, mlp
 from tests.fitting import assert_close, build, fit
+from tests.test_fit import OneByOne
 from tests.test_state import described
 
 pytestmark = [
@@ -159,19 +160,11 @@ def test_a_fit_that_fails_at_the_last_step(cls, first):
     assert first or described(la) == before
 
 
-class Stream(IterableDataset):
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-
-    def __iter__(self):
-        return iter(zip(self.x, self.y, strict=True))
-
-
 @pytest.mark.parametrize("name", ["classification_mlp", "regression_3"])
 def test_streams_as_validation_data(name):
     """Data without a length serve as others do."""
     case, results = make(name), []
-    for data in (case.loader(5), DataLoader(Stream(case.x, case.y), 5)):
+    for data in (case.loader(5), DataLoader(OneByOne(case), 5)):
         la = fit(case)
         la.optimize_temperature(data, tune_prior=True)
         la.optimize_prior_precision(method="gridsearch", val_loader=data, grid_size=5)

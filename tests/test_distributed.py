@@ -266,16 +266,13 @@ def bits(outcome):
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_same_as_one_process(group, single, name):
+    assert name != "equal rows" or single[name]["n_data"] == 30
     for outcome in (single, *group):
         assert not isinstance(outcome[name], str), outcome[name]
         pair = without_bits(outcome[name]), without_bits(single[name])
         torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-8)
     pairs = zip(*(bits(outcome[name]) for outcome in group), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_equal_rows_are_no_copies(group):
-    assert [outcome["equal rows"]["n_data"] for outcome in group] == [30, 30]
 
 
 @pytest.mark.parametrize(

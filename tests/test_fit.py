@@ -287,19 +287,14 @@ def test_fewer_than_announced():
 def test_padding_of_torchs_sampler_alone_is_known():
     """Each of three processes reads its own examples of 13 and not the repeated ones;
     other samplers mean what they say."""
-
-    Other = type("Other", (DistributedSampler,), {})
-    case = problem(CLASSIFICATION)
+    case, Other = problem(CLASSIFICATION), type("Other", (DistributedSampler,), {})
     whole = TensorDataset(torch.cat([case.x, case.x[:1]]))
     for shuffle, drop_last in itertools.product((False, True), repeat=2):
-        lengths = {}
-        for cls in (DistributedSampler, Other):
-            kw = {"shuffle": shuffle, "drop_last": drop_last}
+        kw = {"shuffle": shuffle, "drop_last": drop_last}
+        for cls, expected in ((DistributedSampler, [5, 4, 4]), (Other, [5] * 3)):
             samplers = [cls(whole, 3, rank, **kw) for rank in range(3)]
-            loaders = [DataLoader(whole, 2, sampler=s) for s in samplers]
-            lengths[cls] = [known_length(loader) for loader in loaders]
-        assert lengths[Other] == ([4] * 3 if drop_last else [5] * 3)
-        assert lengths[DistributedSampler] == ([4] * 3 if drop_last else [5, 4, 4])
+            lengths = [known_length(DataLoader(whole, 2, sampler=s)) for s in samplers]
+            assert lengths == ([4] * 3 if drop_last else expected)
 
 
 # --- which pairs are drawn -----------------------------------------------------------
