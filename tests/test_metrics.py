@@ -18,20 +18,10 @@ PROBS = torch.tensor(
 TARGETS = torch.tensor([0, 1, 1, 2])
 
 
-def draw(n, n_classes, seed=0, scale=3.0):
-    generator = torch.Generator().manual_seed(seed)
-    probs = torch.softmax(scale * torch.randn(n, n_classes, generator=generator), -1)
-    return probs, torch.randint(0, n_classes, (n,), generator=generator)
-
-
 def test_classification_by_hand():
     terms = [math.log(p) for p in (0.7, 0.8, 0.3, 0.5)]
-    brier = [
-        0.3**2 + 0.2**2 + 0.1**2,
-        0.1**2 + 0.2**2 + 0.1**2,
-        0.5**2 + 0.7**2 + 0.2**2,
-        0.25**2 + 0.25**2 + 0.5**2,
-    ]
+    brier = [0.09 + 0.04 + 0.01, 0.01 + 0.04 + 0.01, 0.25 + 0.49 + 0.04]
+    brier += [0.25**2 + 0.25**2 + 0.5**2]
     found = metrics.classification_metrics(PROBS, TARGETS, n_bins=2)
     assert list(found) == ["accuracy", "nll", "ece", "brier"]
     assert found["accuracy"] == 0.75
@@ -44,20 +34,14 @@ def test_classification_by_hand():
     assert each.dtype == torch.float64
 
 
-def test_nll_of_an_underflow_is_finite_and_large():
+def test_nll_of_underflows_class_probabilities_and_missing_targets():
     probs = torch.tensor([[1.0, 0.0]])
     assert metrics.nll(probs, torch.tensor([1])) == pytest.approx(87.3365, abs=1e-3)
-
-
-def test_nll_of_class_probabilities_is_the_cross_entropy():
     onehot = torch.nn.functional.one_hot(TARGETS, 3).float()
     assert metrics.nll(PROBS, onehot) == pytest.approx(metrics.nll(PROBS, TARGETS))
     mixed = torch.tensor([[0.5, 0.5, 0.0]])
     expected = -0.5 * (math.log(0.7) + math.log(0.2))
     assert metrics.nll(PROBS[:1], mixed) == pytest.approx(expected)
-
-
-def test_what_is_not_observed_is_left_out():
     targets = torch.tensor([0, -100, 1, -100])
     expected = metrics.classification_metrics(PROBS[[0, 2]], targets[[0, 2]])
     assert metrics.classification_metrics(PROBS, targets) == pytest.approx(expected)
@@ -76,7 +60,9 @@ def test_bernoulli_nll_by_hand():
 
 
 def test_ece_is_that_of_torchmetrics_and_of_the_reliability_curve():
-    probs, targets = draw(500, 10)
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.softmax(3 * torch.randn(500, 10, generator=generator), -1)
+    targets = torch.randint(0, 10, (500,), generator=generator)
     reference = MulticlassCalibrationError(10, n_bins=15, norm="l1")
     found = metrics.ece(probs, targets)
     assert found == pytest.approx(float(reference(probs, targets)), abs=1e-5)
@@ -84,11 +70,8 @@ def test_ece_is_that_of_torchmetrics_and_of_the_reliability_curve():
     assert sum(curve.count) == 500
     bins = zip(curve.accuracy, curve.confidence, curve.count, strict=True)
     assert found == pytest.approx(sum(n / 500 * abs(a - c) for a, c, n in bins))
-
-
-def test_a_probability_that_rounding_pushed_above_one_is_taken():
-    probs = torch.tensor([[1.0 + 1e-7, 0.0], [0.0, 1.0]])
-    assert metrics.ece(probs, torch.tensor([0, 1])) == pytest.approx(0.0, abs=1e-6)
+    rounded = torch.tensor([[1.0 + 1e-7, 0.0], [0.0, 1.0]])  # above one
+    assert metrics.ece(rounded, torch.tensor([0, 1])) == pytest.approx(0.0, abs=1e-6)
     half = torch.randn(20, 100).softmax(-1).to(torch.bfloat16)
     assert metrics.nll(half, torch.zeros(20).long()) > 0
 
@@ -150,15 +133,8 @@ def test_regression_metrics_by_hand():
     targets = torch.tensor([[0.5], [-1.0], [1.7], [3.0]])
     mean, variance = torch.zeros(4, 1), torch.ones(4, 1)
     found = metrics.regression_metrics(mean, variance, targets)
-    assert list(found) == [
-        "nll",
-        "rmse",
-        "coverage_50",
-        "coverage_90",
-        "coverage_95",
-        "width_95",
-        "calibration",
-    ]
+    names = "nll rmse coverage_50 coverage_90 coverage_95 width_95 calibration"
+    assert list(found) == names.split()
     coverage = [found[f"coverage_{level}"] for level in (50, 90, 95)]
     assert coverage == pytest.approx([1 / 4, 2 / 4, 3 / 4])
     assert found["rmse"] == pytest.approx(math.sqrt((0.25 + 1 + 1.7**2 + 9) / 4))
@@ -187,19 +163,12 @@ BAD_PROBS = {
     "negative": PROBS - 0.2,
     "sums": PROBS / 2,
 }
-OF_CLASSES = [
-    metrics.accuracy,
-    metrics.nll,
-    metrics.nll_per_example,
-    metrics.ece,
-    metrics.brier,
-    metrics.reliability_curve,
-    metrics.classification_metrics,
-]
+NAMES = "accuracy nll nll_per_example ece brier reliability_curve"
 
 
-@pytest.mark.parametrize("metric", OF_CLASSES, ids=lambda metric: metric.__name__)
-def test_bad_predictions_and_classes_are_refused(metric):
+@pytest.mark.parametrize("name", [*NAMES.split(), "classification_metrics"])
+def test_bad_predictions_and_classes_are_refused(name):
+    metric = getattr(metrics, name)
     for probs in BAD_PROBS.values():
         with pytest.raises(ValueError, match=r"probs must be prob.*of 4 rows are not"):
             metric(probs, TARGETS)
@@ -218,10 +187,9 @@ def test_bad_labels_and_scores_are_refused():
     with pytest.raises(ValueError, match="targets must be probabilities"):
         metrics.nll(PROBS, PROBS * math.nan)
     for bad, what in ((PROBS * math.nan, "finite"), (PROBS + 1, "probabilities betw")):
-        with pytest.raises(ValueError, match=f"probs must be {what}"):
-            metrics.bernoulli_nll_per_example(bad, PROBS)
-        with pytest.raises(ValueError, match=f"targets must be {what}"):
-            metrics.bernoulli_nll_per_example(PROBS, bad)
+        for name, pair in (("probs", (bad, PROBS)), ("targets", (PROBS, bad))):
+            with pytest.raises(ValueError, match=f"{name} must be {what}"):
+                metrics.bernoulli_nll_per_example(*pair)
     with pytest.raises(ValueError, match="score_in must be finite"):
         metrics.ood_auroc(torch.tensor([math.nan]), torch.ones(2))
 

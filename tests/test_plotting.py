@@ -36,21 +36,16 @@ class Report:
     """Curves and rows, by the names that those of `compare` have."""
 
     def curves(self, name, link=None):
-        found = {"reliability": BINS}
-        if name not in found:
-            return {}
-        links = [k for k in ("mc", "probit") if link in (None, k)]
-        ella = {f"ella ({k})": found[name] for k in links}
-        return {"map": found[name], **ella}
+        names = ["map", *(f"ella ({k})" for k in ("mc", "probit") if link in (None, k))]
+        return dict.fromkeys(names, BINS) if name == "reliability" else {}
 
     def rows(self):
-        def row(label, link, nll, seconds):
+        known = [("map", "", 0.4, 0.0), ("ella", "mc", 0.3, 2.0)]
+        rows = [Row(label="kron", link="", mean={}, error={})]
+        for label, link, nll, seconds in [*known, ("ella", "probit", 0.35, 1.0)]:
             mean = {"nll": nll, "predict_s": seconds}
-            return Row(label=label, link=link, mean=mean, error={})
-
-        rows = [("map", "", 0.4, 0.0), ("ella", "mc", 0.3, 2.0)]
-        rows += [("ella", "probit", 0.35, 1.0)]
-        return [*(row(*r) for r in rows), Row(label="kron", link="", mean={}, error={})]
+            rows.append(Row(label=label, link=link, mean=mean, error={}))
+        return rows
 
 
 def labels(ax):
@@ -105,11 +100,8 @@ def test_coverage_and_differences(ax):
     other = Row(value=0.2, half_width=0.1, is_clear=True)
     ax = plotting.plot_differences({"map": other, "kron": None, "ella": one})
     assert [t.get_text() for t in ax.get_yticklabels()] == ["ella", "map"]
-    marks = [container[0] for container in ax.containers]
-    assert [mark.get_markerfacecolor() for mark in marks] == [
-        "none",
-        plotting.COLOURS[0],
-    ]
+    faces = [container[0].get_markerfacecolor() for container in ax.containers]
+    assert faces == ["none", plotting.COLOURS[0]]
 
 
 def test_cost_against_quality(ax):

@@ -240,10 +240,10 @@ def _check_targets(name: str, y: Any, task: Task) -> None:
     got = "none" if y is None else f"{y.dtype} of shape {tuple(y.shape)}"
     y = torch.empty(()) if y is None else y
     good = y.ndim == 1 + len(shape)
-    if task.layout is OutputLayout.FLAT:  # positions may differ in number
+    if good and task.layout is OutputLayout.FLAT:  # positions may differ in number
         good = tuple(y.shape[1:]) == shape
-    if not task.is_regression:
-        good = good and not y.is_floating_point() and y.dtype != torch.bool
+    if good and not task.is_regression:
+        good = not y.is_floating_point() and y.dtype != torch.bool
     if not good:
         what = "values" if task.is_regression else "integer class indices"
         raise ValueError(

@@ -26,7 +26,7 @@ from laplace_ella.comparison.grid_search import (
     moments,
     search_prior,
 )
-from laplace_ella.comparison.methods import Method, Sizes, plain_layers
+from laplace_ella.comparison.methods import PLAIN, Method, Sizes
 from laplace_ella.derivatives.modes import ComputeOptions
 from laplace_ella.fitting.early_stopping import EarlyStopping
 from laplace_ella.posterior.observation import (
@@ -232,18 +232,14 @@ class Posterior:
             self.la = self.laplace(model, options)
         except Exception as error:
             model = copy.deepcopy(self.task.model)
-            left_out = freeze_others(model)
-            if not left_out or isinstance(error, MemoryError):
+            self.left_out = freeze_others(model)
+            if not self.left_out or isinstance(error, MemoryError):
                 raise
-            try:
-                self.la = self.laplace(model, options)
-            except Exception:
-                raise error from None
+            self.la = self.laplace(model, options)
             self.note = (
-                f"no posterior of the parameters of {left_out}, which this method does "
-                f"not support ({type(error).__name__}: {error})"
+                f"no posterior of the parameters of {self.left_out}, which this method "
+                f"does not support ({type(error).__name__}: {error})"
             )
-            self.left_out = left_out
         self.fit_s, self.start = clock(self.task.device) - start, self.values()
 
     def laplace(self, model: nn.Module, options: dict[str, Any]) -> Any:
@@ -295,13 +291,10 @@ class Posterior:
         elif tune in ("gridsearch", "calibration"):
             tau = self.tune_on_validation(options)
         tune_s = shared + clock(task.device) - start
+        row = {"settings": self.settings(tau), "note": self.note}
+        row |= {"costs": {"fit_s": self.fit_s, "tune_s": tune_s}}
+        row |= {"left_out": self.left_out}
         noise = torch.as_tensor(self.la.sigma_noise).detach().cpu().double()
-        row = {
-            "costs": {"fit_s": self.fit_s, "tune_s": tune_s},
-            "settings": self.settings(tau),
-            "note": self.note,
-            "left_out": self.left_out,
-        }
         return Fitted(self.predictor(options, tau), self.batch, noise, row)
 
     def tune_on_training(self, options: dict[str, Any]) -> None:
@@ -384,11 +377,13 @@ class Posterior:
         start = {"softmax_temperature": 1.0, **self.start, "n_data": n_data}
         found = {"softmax_temperature": tau, **self.values(), "n_data": self.la.n_data}
         certain = {"early_stopping": "n_data", "none": ""}.get(tune, "prior_precision")
-        chosen = []
-        for name, value in found.items():
-            found[name] = float(torch.as_tensor(value).double().mean())
-            before = float(torch.as_tensor(start[name]).double().mean())
-            chosen += [name] * (found[name] != before or name == certain)
+        for each in (start, found):
+            each |= {
+                k: float(torch.as_tensor(v).double().mean()) for k, v in each.items()
+            }
+        chosen = [
+            name for name in found if found[name] != start[name] or name == certain
+        ]
         where = "validation" if self.method.needs_validation else "training"
         return {"tuning": f"{where} data", "chosen": chosen, **found}
 
@@ -396,11 +391,10 @@ class Posterior:
 def freeze_others(model: nn.Module) -> str:
     """Leave parameters to linear and convolutional layers alone; return the types of
     the others, '' where nothing or everything would be left out."""
-    kept = {id(p) for layer in plain_layers(model) for p in layer.parameters()}
     types: dict[str, None] = {}
     for module in model.modules():
         for p in module.parameters(recurse=False):
-            if p.requires_grad and id(p) not in kept:
+            if p.requires_grad and not isinstance(module, PLAIN):
                 types[type(module).__name__] = None
                 p.requires_grad_(False)
     left = any(p.requires_grad for p in model.parameters())

@@ -23,11 +23,15 @@ ON_VALIDATION = ("gridsearch", "early_stopping", "calibration")
 FAST = 5 * 10**7
 
 
+#: The layers that every structure and backend supports.
+PLAIN = (nn.Linear, nn.Conv2d)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The sizes on which the memory of a method depends: N, B of the training loader,
     the output's shape for one example, P, outputs of all modules for one example,
-    shapes of the weights of `plain_layers` as matrices, and bytes of a number."""
+    shapes of the weights of `PLAIN` layers as matrices, and bytes of a number."""
 
     n_data: int
     batch: int
@@ -36,11 +40,6 @@ class Sizes:
     n_activations: int
     layers: tuple[tuple[int, ...], ...]
     itemsize: int
-
-
-def plain_layers(model: nn.Module) -> list[Any]:
-    """Return the layers that every structure and backend supports."""
-    return [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
 
 
 def check_task(model: Any, likelihood: Any) -> str:
@@ -64,20 +63,20 @@ def check_task(model: Any, likelihood: Any) -> str:
 @torch.no_grad()
 def measure(model: nn.Module, one: Any, n_data: int, batch: int) -> Sizes:
     """Return the sizes of a copy of the model, by a forward pass over one example."""
-    n_activations = 0
+    counts, layers = [], []
 
     def record(module: nn.Module, _: Any, output: Any) -> None:
-        nonlocal n_activations
-        if isinstance(output, torch.Tensor) and not len(list(module.children())):
-            n_activations += output.numel()
+        counts.append(output.numel() if isinstance(output, torch.Tensor) else 0)
 
     for module in model.modules():
-        module.register_forward_hook(record)
-    output_shape = tuple(model(one).shape[1:])
+        if not list(module.children()):
+            module.register_forward_hook(record)
+        if isinstance(module, PLAIN):
+            layers.append(tuple(module.weight.flatten(1).shape))
+    shape = tuple(model(one).shape[1:])
     parameters = [p for p in model.parameters() if p.requires_grad]
     n_params, itemsize = sum(map(torch.numel, parameters)), parameters[0].element_size()
-    layers = tuple(tuple(m.weight.flatten(1).shape) for m in plain_layers(model))
-    return Sizes(n_data, batch, output_shape, n_params, n_activations, layers, itemsize)
+    return Sizes(n_data, batch, shape, n_params, sum(counts), tuple(layers), itemsize)
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,7 @@ class Method:
 
         laplace-torch propagates each of B·C outputs through the whole batch, which
         takes about 2·B²·C numbers per activation beside the B·C·P of the Jacobian;
-        peaks that were measured are .7 to 1 of the estimate. ELLA splits its batches
-        itself.
+        measured peaks are .7 to 1 of it. ELLA splits its batches itself.
         """
         batch, P, layers = sizes.batch, sizes.n_params, sizes.layers
         if self.kind != "laplace" or self.is_ella:
