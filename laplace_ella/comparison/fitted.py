@@ -377,13 +377,11 @@ class Posterior:
         start = {"softmax_temperature": 1.0, **self.start, "n_data": n_data}
         found = {"softmax_temperature": tau, **self.values(), "n_data": self.la.n_data}
         certain = {"early_stopping": "n_data", "none": ""}.get(tune, "prior_precision")
-        for each in (start, found):
-            each |= {
-                k: float(torch.as_tensor(v).double().mean()) for k, v in each.items()
-            }
-        chosen = [
-            name for name in found if found[name] != start[name] or name == certain
-        ]
+        for name, old in start.items():
+            start[name], found[name] = (
+                float(torch.as_tensor(v).double().mean()) for v in (old, found[name])
+            )
+        chosen = [k for k in found if found[k] != start[k] or k == certain]
         where = "validation" if self.method.needs_validation else "training"
         return {"tuning": f"{where} data", "chosen": chosen, **found}
 
@@ -391,10 +389,12 @@ class Posterior:
 def freeze_others(model: nn.Module) -> str:
     """Leave parameters to linear and convolutional layers alone; return the types of
     the others, '' where nothing or everything would be left out."""
+    plain = [module for module in model.modules() if isinstance(module, PLAIN)]
+    kept = {id(p) for module in plain for p in module.parameters()}
     types: dict[str, None] = {}
     for module in model.modules():
         for p in module.parameters(recurse=False):
-            if p.requires_grad and not isinstance(module, PLAIN):
+            if p.requires_grad and id(p) not in kept:
                 types[type(module).__name__] = None
                 p.requires_grad_(False)
     left = any(p.requires_grad for p in model.parameters())
