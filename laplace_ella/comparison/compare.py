@@ -307,10 +307,10 @@ def _run(
                     _keep(paths[row.link], row)
                 if progress_bar:
                     seconds = time.perf_counter() - started
-                    nll = f"NLL {number('nll', row.metrics.get('nll'))}"
-                    text = f"{row.full_label}: {nll if row.ok else row.status}"
                     place = f"[{seconds:5.0f} s] {index} of {len(jobs)}"
-                    print(f"{place}: {text}", file=sys.stderr, flush=True)
+                    nll = f"NLL {number('nll', row.metrics.get('nll'))}"
+                    text = f"{place}: {row.full_label}: {nll if row.ok else row.status}"
+                    print(text, file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             interrupted = True
         for link, row in rows.items():

@@ -245,12 +245,13 @@ def resolve_methods(methods: Any, likelihood: str, validation: bool) -> list[Met
     """
     if methods is None:
         methods = default_methods(likelihood, validation)
+    if isinstance(methods, (str, Method)):
+        methods = [methods]
     known, resolved = available_methods(), {}
-    methods = [methods] if isinstance(methods, (str, Method)) else methods
     for given in methods:
         method = methods[given] if isinstance(methods, Mapping) else given
-        if isinstance(method, str) and method in known:
-            method = known[method]
+        if isinstance(method, str):
+            method = known.get(method, method)
         if isinstance(method, Mapping):
             method = Method(given, dict(method))
         if not isinstance(method, Method):
@@ -262,8 +263,9 @@ def resolve_methods(methods: Any, likelihood: str, validation: bool) -> list[Met
         if name in resolved:
             raise ValueError(f"Methods must have different names, got {name!r} twice.")
         kept = method.tune == "gridsearch" and not validation
-        tune = "none" if kept else method.tune
-        resolved[name] = replace(method, name=name, tune=tune)
+        resolved[name] = replace(
+            method, name=name, tune="none" if kept else method.tune
+        )
     if not resolved:
         raise ValueError("Pass at least one method, or None for the default ones.")
     return list(resolved.values())

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from statistics import fmean, stdev
@@ -53,7 +53,8 @@ STARS = (
 
 @dataclass(frozen=True)
 class Result:
-    """One method with one link ('' where there is none to choose) and one seed.
+    """One method with one link ('' where there is none to choose), for one seed or,
+    with means and standard errors, for several.
 
     `status` is 'ok', or the reason why there are no numbers. `metrics` are scores on
     the test data, `replicates` the same on draws of these data, `costs` seconds. Of the
@@ -74,6 +75,12 @@ class Result:
     note: str = ""
     left_out: str = ""
     on_validation: bool = False
+    error: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> dict[str, float]:
+        """Metrics and costs."""
+        return {**self.metrics, **self.costs}
 
     @property
     def ok(self) -> bool:
@@ -91,39 +98,28 @@ class Result:
         return f"{self.label} ({self.link})" if self.link else self.label
 
 
-@dataclass(frozen=True)
-class Row(Result):
-    """The results of a method and link over all seeds.
-
-    `mean` has metrics and costs, `error` standard errors if there are several seeds.
-    """
-
-    mean: dict[str, float] = field(default_factory=dict)
-    error: dict[str, float] = field(default_factory=dict)
-    n_seeds: int = 0
-
-    @classmethod
-    def over_seeds(cls, results: Sequence[Result]) -> Row:
-        """Return the row of results that differ in their seeds."""
-        done = [r for r in results if r.ok]
-        failed = [r for r in results if not r.ok]
-        first = (done or results)[0]
-        mean, error, replicates = {}, {}, {}
-        for name in {**first.metrics, **first.costs}:
-            found = [{**r.metrics, **r.costs}.get(name, math.nan) for r in done]
-            values = [v for v in found if math.isfinite(v)]
-            if values:
-                mean[name] = fmean(values)
-            if len(values) > 1:
-                error[name] = stdev(values) / math.sqrt(len(values))
-            draws = [r.replicates.get(name, []) for r in done]
-            if len({len(each) for each in draws}) == 1:
-                replicates[name] = [fmean(each) for each in zip(*draws, strict=True)]
-        note = first.note
-        if done and failed:
-            note += f"; {len(failed)} of {len(results)} seeds: {failed[0].status}"
-        known = {**vars(first), "replicates": replicates, "note": note.strip("; ")}
-        return cls(**known, mean=mean, error=error, n_seeds=len(done))
+def over_seeds(results: Sequence[Result]) -> Result:
+    """Return the row of results that differ in their seeds."""
+    done = [r for r in results if r.ok]
+    failed = [r for r in results if not r.ok]
+    first = (done or results)[0]
+    mean, error, replicates = {}, {}, {}
+    for name in first.mean:
+        found = [r.mean.get(name, math.nan) for r in done]
+        values = [v for v in found if math.isfinite(v)]
+        if values:
+            mean[name] = fmean(values)
+        if len(values) > 1:
+            error[name] = stdev(values) / math.sqrt(len(values))
+        draws = [r.replicates.get(name, []) for r in done]
+        if len({len(each) for each in draws}) == 1:
+            replicates[name] = [fmean(each) for each in zip(*draws, strict=True)]
+    note = first.note
+    if done and failed:
+        note += f"; {len(failed)} of {len(results)} seeds: {failed[0].status}"
+    costs = {name: mean.pop(name) for name in first.costs if name in mean}
+    known = {"costs": costs, "error": error, "replicates": replicates}
+    return replace(first, metrics=mean, note=note.strip("; "), **known)
 
 
 def badness(column: str, value: float) -> float:
@@ -185,15 +181,15 @@ class Report:
         names += [name for r in self.results for name in r.costs]
         return [name for name in dict.fromkeys(names) if name in there]
 
-    def rows(self) -> list[Row]:
-        """Return one `Row` per method and link: those without validation data, then
+    def rows(self) -> list[Result]:
+        """Return one result per method and link: those without validation data, then
         those tuned on them, both in the order of the run."""
         groups: dict[tuple[bool, str, str], list[Result]] = {}
         for r in sorted(self.results, key=lambda r: r.on_validation):
             groups.setdefault((r.on_validation, r.method, r.link), []).append(r)
-        return [Row.over_seeds(group) for group in groups.values()]
+        return [over_seeds(group) for group in groups.values()]
 
-    def best(self, column: str, rows: Sequence[Row] | None = None) -> Row:
+    def best(self, column: str, rows: Sequence[Result] | None = None) -> Result:
         """Return the row with the best value of a metric, of these or of all."""
         rows = self.rows() if rows is None else rows
         there = [row for row in rows if column in row.mean]
@@ -280,10 +276,9 @@ class Report:
 
     def remarks(self) -> list[str]:
         """Return what a reader should know besides the numbers."""
-        rows = self.rows()
+        rows, n = self.rows(), len({r.seed for r in self.results})
         texts = [(row.full_label, row.note if row.ok else row.status) for row in rows]
         lines = [f"{label}: {text}" for label, text in texts if text]
-        n = max((row.n_seeds for row in rows), default=1)
         if n > 1:
             lines.insert(0, f"Means ± standard errors over {n} seeds.")
         if self.interrupted:
