@@ -37,10 +37,8 @@ def check_contents(folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     package = {name for name in tracked() if name.startswith("laplace_ella/")}
-    for kind, expected, got in (
-        ("sdist", tracked(), found),
-        ("wheel", package, packed),
-    ):
+    pairs = (("sdist", tracked(), found), ("wheel", package, packed))
+    for kind, expected, got in pairs:
         missing, stray = sorted(expected - got), sorted(got - expected)
         if missing or stray:
             sys.exit(f"The {kind} lacks {missing or 'nothing'}; stray: {stray}.")

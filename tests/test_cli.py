@@ -108,7 +108,6 @@ def test_list_no_reference_and_no_command(call):
         (["compare", "task:frozen"], "no trainable parameters"),
         (["compare", "task:setup", "--methods", "nope"], "Unknown method 'nope'"),
         (["compare", "task:setup", "--seeds", "a"], "--seeds"),
-        (["doctor", "task:frozen"], "no trainable parameters"),
         (["nonsense"], "invalid choice"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
