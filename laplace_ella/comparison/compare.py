@@ -21,22 +21,12 @@ from torch import nn
 
 from laplace_ella import metrics
 from laplace_ella.comparison.fitted import Task, fit_network, reproducible, split
-from laplace_ella.comparison.methods import (
-    Method,
-    check_task,
-    measure,
-    resolve_methods,
-)
+from laplace_ella.comparison.methods import Method, check_task, measure, resolve_methods
 from laplace_ella.comparison.report import Report, Result, number, write
 from laplace_ella.comparison.run import predict, results
 from laplace_ella.posterior.observation import Link
-from laplace_ella.support.batches import (
-    OutputLayout,
-    batch_size,
-    check_outputs,
-    take,
-    to_device,
-)
+from laplace_ella.support import batches
+from laplace_ella.support.batches import OutputLayout, batch_size
 from laplace_ella.support.checks import check_positive, member, positive_int
 from laplace_ella.support.identity import digest, model_identity
 from laplace_ella.support.memory import budget_of
@@ -162,10 +152,10 @@ def compare(
             for name, loader in {**loaders, **far}.items()
         }
         n_data, _, x, _ = surveys["train_loader"]
-        x, batch = to_device(x, device), batch_size(x, dict_key_x)
+        x, n = batches.to_device(x, device), batch_size(x, dict_key_x)
         trial = copy.deepcopy(model)  # calls may change it
         identity = folder and model_identity(trial, x)
-        check_outputs(trial(x), layout)
+        batches.check_outputs(trial(x), layout)
         task = Task(
             model=model,
             likelihood=likelihood,
@@ -173,7 +163,7 @@ def compare(
             test=test_loader,
             val=val_loader,
             ood=dict(ood_loaders or {}),
-            sizes=measure(trial, take(x, slice(0, 1), batch), n_data, batch),
+            sizes=measure(trial, batches.take(x, slice(0, 1), n), n_data, n),
             layout=layout,
             prior_precision=prior_precision,
             noise=1.0 if sigma_noise is None else sigma_noise,

@@ -13,12 +13,7 @@ import torch
 from laplace import Laplace
 from torch import nn
 
-from laplace_ella.comparison.methods import (
-    Method,
-    check_task,
-    default_methods,
-    measure,
-)
+from laplace_ella.comparison.methods import Method, check_task, default_methods, measure
 from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode
 from laplace_ella.fitting.data import training_data
 from laplace_ella.support.batches import batch_size, split_batch, take, to_device

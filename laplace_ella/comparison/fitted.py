@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,21 +19,11 @@ import torch
 from laplace import Laplace
 from torch import nn
 
-from laplace_ella.comparison.grid_search import (
-    GridValidator,
-    calibrate,
-    compute_grid,
-    moments,
-    search_prior,
-)
+from laplace_ella.comparison import grid_search
 from laplace_ella.comparison.methods import PLAIN, Method, Sizes
 from laplace_ella.derivatives.modes import ComputeOptions
 from laplace_ella.fitting.early_stopping import EarlyStopping
-from laplace_ella.posterior.observation import (
-    FunctionValues,
-    Link,
-    class_probabilities,
-)
+from laplace_ella.posterior.observation import FunctionValues, class_probabilities
 from laplace_ella.support import batches
 from laplace_ella.support.batches import OutputLayout
 from laplace_ella.support.memory import human_bytes
@@ -330,9 +320,8 @@ class Posterior:
             self.shared_s = clock(task.device) - start
         self.set(self.start)
         if not self.ours:
-            link = Link(options.get("link_approx", "probit"))
-            validator = replace(self.validation, link=link)
-            found = (calibrate if calibrated else search_prior)(validator)
+            search = grid_search.calibrate if calibrated else grid_search.search_prior
+            found = search(self.validation, options.get("link_approx", "probit"))
             tau = found.pop("softmax_temperature", 1.0)
             self.set(found)
             return tau
@@ -345,7 +334,7 @@ class Posterior:
             la.optimize_prior_precision(method="gridsearch", **options)
         return 1.0
 
-    def grid(self) -> GridValidator:
+    def grid(self) -> grid_search.GridValidator:
         """Return the validation losses of a posterior of laplace-torch."""
         task = self.task
         functional = self.method.kwargs.get("functional_approximation", "sod")
@@ -353,7 +342,8 @@ class Posterior:
             raise NotRun("not supported: its function values do not follow its prior")
         grid = torch.logspace(*PRIOR_RANGE, task.grid_size, dtype=torch.float64)
         data = parts(task, task.val, self.batch)
-        return compute_grid(self.la, data, grid.tolist(), task.n_samples, self.seed)
+        rest = grid.tolist(), task.n_samples, self.seed
+        return grid_search.compute_grid(self.la, data, *rest)
 
     def predictor(self, options: dict[str, Any], tau: float) -> Callable[[Any], Any]:
         """Return what predicts, with logits divided by τ; also by the links that
@@ -361,7 +351,7 @@ class Posterior:
         la, link = self.la, options.get("link_approx", "")
 
         def by_moments(x: Any) -> torch.Tensor:
-            mean, covariance = moments(la, x)
+            mean, covariance = grid_search.moments(la, x)
             f = FunctionValues(mean, mean.new_zeros(*mean.shape, 0), covariance)
             return class_probabilities(f.divided_by(tau), link, self.task.n_samples)
 

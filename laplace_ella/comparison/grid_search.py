@@ -59,15 +59,9 @@ class GridPosterior:
 
 @dataclass(frozen=True)
 class GridValidator(Validator):
-    """Validation losses by function values that were computed on a grid.
-
-    Attributes
-    ----------
-    roots : mapping of float to torch.Tensor
-        by u, roots `(N, C, C)` of the covariances for prior precision u and T = 1
-    factor_at_one : float
-        1/σ² of these
-    """
+    """Validation losses by function values that were computed on a grid: roots
+    `(N, C, C)` of their covariances for prior precisions u and T = 1, by u, and 1/σ² of
+    these."""
 
     roots: Mapping[float, torch.Tensor] = field(default_factory=dict)
     factor_at_one: float = 1.0
@@ -135,8 +129,9 @@ def compute_grid(
     )
 
 
-def search_prior(validator: GridValidator) -> dict[str, float]:
+def search_prior(validator: GridValidator, link: str) -> dict[str, float]:
     """Return the prior precision of the grid with the lowest validation loss."""
+    validator = replace(validator, link=Link(link))
     losses = {u: validator(validator.settings(u)) for u in validator.roots}
     best = min(losses, key=losses.__getitem__)
     if not math.isfinite(losses[best]):
@@ -149,10 +144,11 @@ def search_prior(validator: GridValidator) -> dict[str, float]:
     return {"prior_precision": best}
 
 
-def calibrate(validator: GridValidator) -> dict[str, float]:
+def calibrate(validator: GridValidator, link: str) -> dict[str, float]:
     """Return prior precision, temperature and softmax temperature, or noise, that
     calibrate best; nothing where those before are kept. The product of the first two is
     one of the grid."""
+    validator = replace(validator, link=Link(link))
     found = search_calibration(validator.settings(1.0), validator)
     if found.kept:
         return {}
