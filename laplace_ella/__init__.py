@@ -19,7 +19,7 @@ from laplace_ella.structures import register_structure
 from laplace_ella.support.memory import MemoryEstimate
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.calibration import Calibration
-from laplace_ella.tuning.search import prior_precision_from_weight_decay
+from laplace_ella.tuning.evidence import prior_precision_from_weight_decay
 from laplace_ella.tuning.temperature import temperature_scaling
 from laplace_ella.uncertainty import decompose
 

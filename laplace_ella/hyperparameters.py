@@ -1,8 +1,9 @@
-"""Choosing the hyperparameters of a fitted posterior."""
+"""Choosing the other hyperparameters of a fitted posterior."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,14 @@ from laplace.utils.enums import TuningMethod
 
 from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.prior import PriorTuning
-from laplace_ella.support.checks import check_positive, member, positive_int
+from laplace_ella.support.checks import member
 from laplace_ella.tuning.calibration import Calibration, search_calibration
-from laplace_ella.tuning.evidence import Evidence, maximize
-from laplace_ella.tuning.search import (
-    rank_by_evidence,
-    search_rank,
+from laplace_ella.tuning.validation import (
+    Loss,
+    Validator,
+    lowest,
     search_temperature,
-    search_temperature_and_prior,
 )
-from laplace_ella.tuning.validation import Loss, Validator
 
 
 class TunableLaplace(PriorTuning):
@@ -32,9 +31,6 @@ class TunableLaplace(PriorTuning):
         loss: Loss | None = None,
         link_approx: Link | str | None = None,
         n_samples: int = N_SAMPLES,
-        tune_prior: bool = False,
-        log_prior_prec_min: float = -2,
-        log_prior_prec_max: float = 4,
         progress_bar: bool = False,
     ) -> None:
         """Temper the likelihood to an effective number of data N/T.
@@ -51,34 +47,13 @@ class TunableLaplace(PriorTuning):
         link_approx : Link or str, optional
             of the predictions that are judged, and from now on the default of others
         n_samples : int, default=100
-        tune_prior : bool, default=False
-            choose a scalar prior precision, within 10**log_prior_prec_min and
-            10**log_prior_prec_max, at the same time
         """
-        bounds = (log_prior_prec_min, log_prior_prec_max)
-        if tune_prior and not bounds[0] < bounds[1]:  # also refuses NaN
-            raise ValueError(
-                "log_prior_prec_min must be less than log_prior_prec_max, got "
-                f"{bounds[0]} and {bounds[1]}."
-            )
         posterior = self.posterior
-        if tune_prior:
-            posterior = self._posterior_with(torch.ones_like(posterior.H[0, :1]))
         posterior = posterior.with_(factor=posterior.factor * self.temperature)
         judged = val_loader, loss, link_approx, n_samples, progress_bar
-
-        def search(validator: Validator) -> tuple[float, float | None]:
-            if tune_prior:
-                return search_temperature_and_prior(
-                    posterior, self.n_data, validator, bounds
-                )
-            return search_temperature(posterior, self.n_data, validator), None
-
-        (self.temperature, prior), self.link_approx = self._search(
-            "optimize_temperature()", posterior, judged, search
-        )
-        if prior is not None:
-            self.prior_precision = prior
+        search = partial(search_temperature, posterior, self.n_data)
+        what = "optimize_temperature()"
+        self.temperature = self._search(what, posterior, *judged, search)
 
     def optimize_calibration(
         self,
@@ -122,12 +97,8 @@ class TunableLaplace(PriorTuning):
         if tune_complement:
             posterior = posterior.with_(complement=1.0)
         judged = val_loader, None, link_approx, n_samples, progress_bar
-        calibration, self.link_approx = self._search(
-            "optimize_calibration()",
-            posterior,
-            judged,
-            lambda validator: search_calibration(posterior, validator),
-        )
+        search, what = partial(search_calibration, posterior), "optimize_calibration()"
+        calibration = self._search(what, posterior, *judged, search)
         if calibration.kept:
             return calibration
         self.prior_precision = calibration.prior_precision
@@ -141,7 +112,6 @@ class TunableLaplace(PriorTuning):
             self.softmax_temperature = calibration.softmax_temperature
         return calibration
 
-    @torch.inference_mode(False)
     def optimize_sigma_noise(
         self,
         n_steps: int = 200,
@@ -159,20 +129,15 @@ class TunableLaplace(PriorTuning):
             raise ValueError(
                 f"sigma_noise is for regression; this likelihood is {self.likelihood}."
             )
-        positive_int("n_steps", n_steps)
-        check_positive("lr", lr)
-        mean = torch.as_tensor(self._prior_mean)
-        evidence = Evidence.of(fit, self._observation, self.posterior, mean, many=True)
-        noise, prior = maximize(
-            evidence,
-            self.prior_precision,
+        self.sigma_noise, self.prior_precision = self._maximize(
+            fit,
+            self._prior_precision,
             n_steps,
             lr,
             tune_prior=tune_prior,
             tune_noise=True,
             progress_bar=progress_bar,
         )
-        self.sigma_noise, self.prior_precision = noise, prior
 
     def optimize_rank(
         self,
@@ -215,7 +180,11 @@ class TunableLaplace(PriorTuning):
             full = self.log_marginal_likelihood().detach().double()
             ratios = posterior.log_det_ratios()
             evidence = (full + 0.5 * (ratios[-1] - ratios)).tolist()
-            self.truncate(rank_by_evidence(posterior, share))
+            # At fixed θ̂ every direction can only add to the Occam factor: where it
+            # levels off, the directions beyond are ones the data say nothing about.
+            within = posterior.with_(whole=False).log_det_ratios()
+            reached = share * posterior.log_det_ratio
+            self.truncate(min(int((within < reached).sum()) + 1, self.rank))
             return [
                 {"rank": k, "log_marginal_likelihood": value}
                 for k, value in enumerate(evidence, start=1)
@@ -229,12 +198,12 @@ class TunableLaplace(PriorTuning):
                 "with a larger n_eigenvalues for larger ones."
             )
         judged = val_loader, loss, link_approx, n_samples, progress_bar
-        (rank, losses), self.link_approx = self._search(
-            "optimize_rank()",
-            posterior,
-            judged,
-            lambda validator: search_rank(posterior, candidates, validator),
-        )
+
+        def search(validator: Validator) -> tuple[int, list[float]]:
+            losses = [validator(posterior.truncate(k)) for k in candidates]
+            return lowest(candidates, losses), losses
+
+        rank, losses = self._search("optimize_rank()", posterior, *judged, search)
         self.truncate(rank)
         return [
             {"rank": k, "loss": value}

@@ -1,12 +1,12 @@
-"""`optimize_prior_precision` and `leave_one_out` of a fitted posterior."""
+"""Choosing the prior precision of a fitted posterior, and leaving examples out."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,27 +20,31 @@ from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.predictions import PredictingLaplace
 from laplace_ella.support.checks import check_positive, member, positive_int
 from laplace_ella.tuning.cache import FeatureCache
-from laplace_ella.tuning.evidence import Evidence, maximize
+from laplace_ella.tuning.evidence import maximize_evidence
 from laplace_ella.tuning.leave_one_out import (
     TRUSTED_TEMPERATURE,
     LeftOut,
+    LinearModel,
     LinkLoss,
     PriorChoice,
     PriorMethod,
     choose_prior,
     predict_left_out,
 )
-from laplace_ella.tuning.linear_model import LinearModel
-from laplace_ella.tuning.search import lowest, search_prior
-from laplace_ella.tuning.validation import Loss, Validator, check_loss, score
+from laplace_ella.tuning.validation import (
+    Loss,
+    Validator,
+    check_loss,
+    lowest,
+    score,
+    search_prior,
+)
 
 if TYPE_CHECKING:
     from laplace_ella.derivatives.linearizer import Linearizer
     from laplace_ella.fitting.distributed import Processes
     from laplace_ella.posterior.fit import Fit
     from laplace_ella.posterior.posterior import SubspacePosterior
-
-__all__ = ["PriorTuning"]
 
 logger = logging.getLogger("laplace_ella")
 
@@ -56,6 +60,8 @@ NORMALISATIONS = (
 
 class PriorTuning(PredictingLaplace):
     """A fitted posterior whose prior is chosen, by training or validation data."""
+
+    # On validation data
 
     def _validator(
         self,
@@ -80,30 +86,69 @@ class PriorTuning(PredictingLaplace):
         if not isinstance(data, FeatureCache):
             linearizer = linearizer or self.linearizer
             data = self._cache(posterior, linearizer, data, progress_bar, processes)
-        return Validator(
-            self._served(data, posterior),
-            loss,
-            self._observation,
-            link,
-            n_samples,
-            self._fresh_generator,
-        )
+        observation, generator = self._observation, self._fresh_generator
+        cache = self._served(data, posterior)
+        return Validator(cache, loss, observation, link, n_samples, generator)
 
     def _search(
         self,
         what: str,
         posterior: SubspacePosterior,
-        judged: tuple[Any, Loss | None, Link | str | None, int, bool],
+        data: Any,
+        loss: Loss | None,
+        link_approx: Link | str | None,
+        n_samples: int,
+        progress_bar: bool,
         search: Callable[[Validator], T],
-    ) -> tuple[T, Link]:
-        """Return what a search by the validation loss of a posterior found, and the
-        link of the predictions that it judged.
+    ) -> T:
+        """Return what a search by the validation loss of a posterior finds, and keep
+        the link. The processes search together; with a cache each works alone."""
+        alone = data is None or isinstance(data, FeatureCache)
+        judged = posterior, data, loss, link_approx, n_samples, progress_bar
+        with nullcontext() if alone else self._working(what) as processes:
+            validator = self._validator(*judged, processes=processes)
+            found = search(validator)
+            if processes is not None:  # rounding may differ between machines
+                found = processes.first("choice", found)
+        self.link_approx = validator.link
+        return found
 
-        `judged` are data, loss, link, number of samples and progress bar.
-        """
-        with self._tuning(what, judged[0]) as processes:
-            validator = self._validator(posterior, *judged, processes=processes)
-            return self._settled(processes, search(validator)), validator.link
+    def _search_by_sampling(
+        self, what: str, grid: torch.Tensor, loader: Any, loss: Loss, n_samples: int
+    ) -> torch.Tensor:
+        """Return the best prior for predictions with sampled weights, which no features
+        shorten."""
+        positive_int("n_samples", n_samples)
+        check_loss(loss)
+        before, losses = self.prior_precision, []
+        with self._working(what) as processes:
+            try:
+                for self.prior_precision in grid:
+                    batches = loader_batches(loader, self._device, self.dict_key_y)
+                    rows = [self._sampled_rows(x, y, n_samples) for x, y in batches]
+                    if processes is not None:
+                        whole = map(torch.cat, zip(*rows, strict=True))
+                        rows = [[processes.rows("rows", part) for part in whole]]
+                    losses.append(score(rows, loss))
+            finally:
+                self.prior_precision = before
+            best = lowest(list(grid), losses)
+            return best if processes is None else processes.first("choice", best)
+
+    def _sampled_rows(
+        self, x: Any, y: torch.Tensor, n_samples: int
+    ) -> list[torch.Tensor]:
+        """Return predictions with sampled weights, and targets, where there are any."""
+        found = self(x, "nn", n_samples=n_samples, fitting=True)
+        found = found if isinstance(found, tuple) else (found,)
+        positions = self._layout.of(tuple(found[0].shape[1:]))
+        y = target_rows(y, len(found[0]), positions, self._family).to(self._device)
+        rows = [*(positions.rows(part.flatten(1)) for part in found), y]
+        known = observed(y, self._family)
+        keep = known is not None and positions.shape
+        return [part[known] for part in rows] if keep else rows
+
+    # Prior precision
 
     def optimize_prior_precision(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -150,7 +195,7 @@ class PriorTuning(PredictingLaplace):
         PriorChoice, optional
             what the training data say, of the methods that leave examples out
         """
-        fit = self._checked_fit()
+        fit, found = self._checked_fit(), None
         pred_type = member(PredType, "pred_type", pred_type)
         structure = member(PriorStructure, "prior_structure", prior_structure)
         check_positive("init_prior_prec", init_prior_prec)
@@ -162,8 +207,23 @@ class PriorTuning(PredictingLaplace):
             simple = simple and not self._family.is_regression
             leaves_out = simple and self._no_leave_one_out(fit) is None
             method = PriorMethod.AUTO if leaves_out else PriorMethod.MARGLIK
-        method, found, tuned_link = member(PriorMethod, "method", method), None, None
-        if method is not PriorMethod.GRIDSEARCH and val_loader is not None:
+        method = member(PriorMethod, "method", method)
+        if method is PriorMethod.GRIDSEARCH:
+            positive_int("grid_size", grid_size)
+            bounds = log_prior_prec_min, log_prior_prec_max, grid_size
+            grid = torch.logspace(*bounds, base=log_prior_prec_base)
+            what = "optimize_prior_precision()"
+            if pred_type == PredType.NN:
+                loss = self._observation.default_loss() if loss is None else loss
+                judged = val_loader, loss, n_samples
+                chosen = self._search_by_sampling(what, grid, *judged)
+            else:  # with a scalar prior, whose features hold for the whole grid
+                posterior = self._posterior_with(grid[:1].to(self.H))
+                judged = val_loader, loss, link_approx, n_samples, progress_bar
+                search = partial(search_prior, posterior, grid, progress_bar)
+                chosen = self._search(what, posterior, *judged, search)
+            self.prior_precision = chosen
+        elif val_loader is not None:
             warn_caller(
                 f"method={method.value!r} uses the training data alone and ignores "
                 "val_loader. Pass method='gridsearch', or use "
@@ -171,36 +231,33 @@ class PriorTuning(PredictingLaplace):
                 UserWarning,
             )
         if method is PriorMethod.MARGLIK:
-            positive_int("n_steps", n_steps)
-            check_positive("lr", lr)
+            if len(init) == 1 and structure != PriorStructure.SCALAR:
+                layerwise = structure == PriorStructure.LAYERWISE
+                init = init.repeat(self.n_layers if layerwise else self.n_params)
+            if len(init) not in (1, self.n_layers, self.n_params):
+                raise ValueError(
+                    f"init_prior_prec has {len(init)} values, expected 1, "
+                    f"{self.n_layers} (layerwise) or {self.n_params} (diagonal)."
+                )
             fit = replace(fit, mode_curvature=None)  # it is the evidence at θ̂
-            chosen = self._climb(fit, init, structure, n_steps, lr, progress_bar)
-        elif method is PriorMethod.GRIDSEARCH:
-            bounds = log_prior_prec_min, log_prior_prec_max, log_prior_prec_base
-            judged = val_loader, loss, link_approx, n_samples, progress_bar
-            chosen, tuned_link = self._search_prior(
-                bounds, grid_size, pred_type, judged
-            )
-        else:
+            how = fit, init, n_steps, lr
+            _, chosen = self._maximize(*how, progress_bar=progress_bar)
+            self._adopt(fit)
+            self.prior_precision = chosen
+        elif method is not PriorMethod.GRIDSEARCH:
             if self._family.is_regression:
                 raise ValueError(
                     f"method={method.value!r} is for classification. For regression "
                     "use method='marglik', or optimize_sigma_noise()."
                 )
+            judged_by = link_approx, n_samples
             with torch.inference_mode(False), torch.no_grad():
-                judged_by = link_approx, n_samples
-                found, scale = self._left_out_choice(method, judged_by, float(init[0]))
-            if link_approx is not None:
-                tuned_link = self._link(link_approx, tuning=True)
+                found, scale = self._choose_left_out(method, float(init[0]), *judged_by)
             logger.info("chosen from the training data: %s", found)
-            chosen = found.prior_precision * scale.to(init)
-            fit = replace(fit, mode_curvature=found.H)
-        self._adopt(fit)
-        self.prior_precision = chosen
-        if found is not None:
+            self._adopt(replace(fit, mode_curvature=found.H))
+            self.prior_precision = found.prior_precision * scale.to(init)
             self.softmax_temperature = found.softmax_temperature
-        if tuned_link is not None:
-            self.link_approx = tuned_link
+            self.link_approx = link_approx or self._tuned_link
         if verbose:
             tau = self.softmax_temperature
             more = "" if found is None else f", softmax temperature {tau:.3g}"
@@ -208,55 +265,15 @@ class PriorTuning(PredictingLaplace):
         return found
 
     @torch.inference_mode(False)  # the evidence is differentiated
-    def _climb(
-        self,
-        fit: Fit,
-        init: torch.Tensor,
-        structure: PriorStructure,
-        n_steps: int,
-        lr: float,
-        progress_bar: bool,
-    ) -> torch.Tensor:
-        """Return the prior precision by the evidence at the network's parameters."""
-        if len(init) == 1 and structure != PriorStructure.SCALAR:
-            layerwise = structure == PriorStructure.LAYERWISE
-            init = init.repeat(self.n_layers if layerwise else self.n_params)
-        if len(init) not in (1, self.n_layers, self.n_params):
-            raise ValueError(
-                f"init_prior_prec has {len(init)} values, expected 1, "
-                f"{self.n_layers} (layerwise) or {self.n_params} (diagonal)."
-            )
-        posterior = self._posterior_of(fit, init)
-        mean = torch.as_tensor(self._prior_mean)
-        evidence = Evidence.of(fit, self._observation, posterior, mean, many=True)
-        return maximize(evidence, init, n_steps, lr, progress_bar=progress_bar)[1]
-
-    def _search_prior(
-        self,
-        range_: tuple[float, float, float],
-        grid_size: int,
-        pred_type: PredType,
-        judged: tuple[Any, Loss | None, Link | str | None, int, bool],
-    ) -> tuple[torch.Tensor, Link | None]:
-        """Return the prior precision with the lowest validation loss, and the link of
-        the predictions that were judged."""
-        positive_int("grid_size", grid_size)
-        low, high, base = range_
-        grid = torch.logspace(low, high, grid_size, base=base)
-        what, (data, loss, _, n_samples, bar) = "optimize_prior_precision()", judged
-        if pred_type == PredType.NN:
-            with self._tuning(what, data) as processes:
-                chosen = self._search_prior_by_sampling(
-                    grid, data, loss, n_samples, processes
-                )
-                return self._settled(processes, chosen), None
-        # With a scalar prior, whose features hold for the whole grid.
-        posterior = self._posterior_with(grid[:1].to(self.H))
-        return self._search(
-            what, posterior, judged, lambda v: search_prior(posterior, grid, v, bar)
-        )
-
-    # Leaving out training examples
+    def _maximize(
+        self, fit: Fit, prior: torch.Tensor, n_steps: int, lr: float, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return noise and prior precision with the highest evidence."""
+        positive_int("n_steps", n_steps)
+        check_positive("lr", lr)
+        how = torch.as_tensor(self._prior_mean), n_steps, lr
+        posterior = self._posterior_of(fit, prior.detach())
+        return maximize_evidence(fit, self._observation, posterior, *how, **options)
 
     def _no_leave_one_out(self, fit: Fit) -> str | None:
         """Return why examples cannot be left out, None where they can."""
@@ -270,25 +287,55 @@ class PriorTuning(PredictingLaplace):
             )
         return None if len(fit.training.f) else "takes data: call fit(train_loader)"
 
-    def _left_out_choice(
+    def _left_out_loss(
         self,
-        method: PriorMethod,
-        judged_by: tuple[Link | str | None, int],
-        start: float,
+        what: str,
+        prior: torch.Tensor,
+        link_approx: Link | str | None,
+        n_samples: int,
+    ) -> LinkLoss:
+        """Return the linearised model of the training data, and the loss of its
+        predictions; of a prior that is not scalar in coordinates in which it is."""
+        link = self._link(link_approx, tuning=True)
+        positive_int("n_samples", n_samples)
+        fit = self._checked_fit()
+        why, rows = self._no_leave_one_out(fit), fit.training
+        if why is not None or rows is None:
+            raise ValueError(
+                f"{what} {why}. Fit again, or use validation data: "
+                "optimize_calibration(val_loader)."
+            )
+        posterior = self._posterior_with(prior) if prior.numel() > 1 else None
+        how = torch.as_tensor(self._prior_mean), self._observation, posterior
+        model = LinearModel.of(fit, rows, *how)
+        return LinkLoss(model, link, n_samples, self._fresh_generator)
+
+    def _choose_left_out(
+        self, method: PriorMethod, start: float, *judged_by: Any
     ) -> tuple[PriorChoice, torch.Tensor]:
         """Return what is chosen by leaving examples out, and the prior precision that
         its factor multiplies; with normalisation layers see `_scales`."""
         name, prior = f"method={method.value!r}", self._prior_precision.detach()
-        found = choose_prior(self._link_loss(name, *judged_by), method, start)
-        scale = prior if prior.numel() > 1 else torch.ones_like(prior)
-        if method is not PriorMethod.AUTO or not self._normalises:
-            return found, scale
-        if prior.numel() == 1 and (scales := self._scales()) is not None:
-            loss = self._link_loss(name, *judged_by, scales)
-            other = choose_prior(loss, method, start)
-            if other.surpasses(found):
-                found, scale = other, scales
-        if found.rule is PriorMethod.LARGER:
+        scales, ours = [prior], {id(p) for p in self.params}
+        # Whether one, also without parameters, is in the part with a posterior.
+        normalised = method is PriorMethod.AUTO and any(
+            {id(p) for p in layer.parameters()} <= ours
+            for layer in self.model.modules()
+            if isinstance(layer, NORMALISATIONS)
+        )
+        if prior.numel() == 1:
+            scales = [torch.ones_like(prior), *(self._scales() if normalised else ())]
+        tried = [
+            (
+                choose_prior(
+                    self._left_out_loss(name, each, *judged_by), method, start
+                ),
+                each,
+            )
+            for each in scales
+        ]
+        found, scale = min(tried, key=lambda each: each[0].rank)
+        if normalised and found.rule is PriorMethod.LARGER:
             warn_caller(
                 "Leave-one-out does not tell how this network with normalisation "
                 "layers errs on new data: the best softmax temperature of its outputs "
@@ -301,17 +348,9 @@ class PriorTuning(PredictingLaplace):
             )
         return found, scale
 
-    @property
-    def _normalises(self) -> bool:
-        """Whether a normalisation layer, or one without parameters, is in the part of
-        the network that has a posterior."""
-        ours = {id(p) for p in self.params}
-        layers = (m for m in self.model.modules() if isinstance(m, NORMALISATIONS))
-        return any({id(p) for p in layer.parameters()} <= ours for layer in layers)
-
-    def _scales(self) -> torch.Tensor | None:
+    def _scales(self) -> list[torch.Tensor]:
         """Return the inverse mean square of each tensor's weights, less the prior mean,
-        `(L,)`; None where there are none, or no memory for such a prior.
+        `(L,)`; nothing where there are none, or no memory for such a prior.
 
         Outputs hardly depend on the scale of weights in front of a normalisation, which
         weight decay makes small: one prior variance for all weights is far too large
@@ -323,42 +362,8 @@ class PriorTuning(PredictingLaplace):
         largest = float(squares.max())
         grams = 16 * len(squares) * fit.basis.rank**2  # bytes, and their stack
         if largest == 0 or len(squares) == 1 or grams > fit.linearizer.budget:
-            return None
-        return 1 / squares.clamp_min(1e-6 * largest)
-
-    def _link_loss(
-        self,
-        what: str,
-        link_approx: Link | str | None,
-        n_samples: int,
-        prior: torch.Tensor | None = None,
-    ) -> LinkLoss:
-        """Return the linearised model with the training data, and the loss of its
-        predictions; of a prior that is not scalar in coordinates in which it is."""
-        link = self._link(link_approx, tuning=True)
-        positive_int("n_samples", n_samples)
-        fit = self._checked_fit()
-        why, rows = self._no_leave_one_out(fit), fit.training
-        if why is not None or rows is None:
-            raise ValueError(
-                f"{what} {why}. Fit again, or use validation data: "
-                "optimize_calibration(val_loader)."
-            )
-        delta = (fit.mean - torch.as_tensor(self._prior_mean)).double()
-        square, precision = delta.square(), None
-        prior = self._prior_precision.detach() if prior is None else prior
-        if prior.numel() > 1:
-            posterior = self._posterior_with(prior)
-            precision = posterior.prior_on_subspace
-            square = square * posterior.prior_diagonal().double()
-        model = LinearModel.of(
-            rows,
-            fit.basis.directions.to(delta) @ delta,
-            float(square.sum()),
-            self._observation,
-            precision,
-        )
-        return LinkLoss(model, link, n_samples, self._fresh_generator)
+            return []
+        return [1 / squares.clamp_min(1e-6 * largest)]
 
     def leave_one_out(
         self,
@@ -397,80 +402,12 @@ class PriorTuning(PredictingLaplace):
         >>> la.leave_one_out().nll.shape
         torch.Size([30])
         """
-        prior = self._prior_precision
+        prior, fit = self._prior_precision.detach(), self._checked_fit()
+        judged_by = "leave_one_out()", prior, link_approx, n_samples
         precision = float(prior) if prior.numel() == 1 else 1.0
         with torch.inference_mode(False), torch.no_grad():
-            loss = self._link_loss("leave_one_out()", link_approx, n_samples)
-            fit = self._checked_fit()
-            positions = self._layout.of(fit.output_shape)
-            return predict_left_out(loss, precision, positions, fit.mean.dtype, network)
-
-    def _search_prior_by_sampling(
-        self,
-        grid: torch.Tensor,
-        val_loader: Any,
-        loss: Loss | None,
-        n_samples: int,
-        processes: Processes | None,
-    ) -> torch.Tensor:
-        """Return the best prior for predictions with sampled weights, which no features
-        shorten."""
-        positive_int("n_samples", n_samples)
-        check_loss(loss)
-        if val_loader is None or isinstance(val_loader, FeatureCache):
-            raise ValueError(
-                "pred_type='nn' runs the network with sampled weights: pass a "
-                f"DataLoader as val_loader=, got {type(val_loader).__name__}."
+            loss, positions = (
+                self._left_out_loss(*judged_by),
+                self._layout.of(fit.output_shape),
             )
-        before, losses = self.prior_precision, []
-        loss = self._observation.default_loss() if loss is None else loss
-        try:
-            for prior in grid:
-                self.prior_precision = prior
-                predictions = self._sampled_predictions(val_loader, n_samples)
-                if processes is not None:
-                    whole = [torch.cat(part) for part in zip(*predictions, strict=True)]
-                    predictions = [[processes.rows("nn", part) for part in whole]]
-                batches = (
-                    (tuple(parts) if len(parts) > 1 else parts[0], y)
-                    for *parts, y in predictions
-                )
-                value = score(batches, loss)
-                losses.append(math.inf if math.isnan(value) else value)
-        finally:
-            self.prior_precision = before
-        return lowest(list(grid), losses)
-
-    def _sampled_predictions(
-        self, val_loader: Any, n_samples: int
-    ) -> list[list[torch.Tensor]]:
-        """Return predictions as rows, and targets, of every batch."""
-        found = []
-        for x, y in loader_batches(val_loader, self._device, self.dict_key_y):
-            output = self(x, "nn", link_approx="mc", n_samples=n_samples, fitting=True)
-            parts = output if isinstance(output, tuple) else (output,)
-            positions = self._layout.of(tuple(parts[0].shape[1:]))
-            y = target_rows(y, len(parts[0]), positions, self._family).to(self._device)
-            rows = [*(positions.rows(part.flatten(1)) for part in parts), y]
-            known = observed(y, self._family)
-            if known is not None and positions.shape:
-                rows = [part[known] for part in rows]
-            found.append(rows)
-        return found
-
-    @contextmanager
-    def _tuning(self, what: str, data: Any) -> Iterator[Processes | None]:
-        """Preserve the user's state around a search, which the processes make together
-        where they have data; with a cache, or none, each works alone."""
-        if data is None or isinstance(data, FeatureCache):
-            with torch.no_grad():
-                yield None
-            return
-        with self._working(what) as processes:
-            yield processes
-
-    @staticmethod
-    def _settled(processes: Processes | None, chosen: Any) -> Any:
-        """Return what the first process chose, where several choose together: rounding
-        may differ between machines."""
-        return chosen if processes is None else processes.first("choice", chosen)
+            return predict_left_out(loss, precision, positions, fit.mean.dtype, network)

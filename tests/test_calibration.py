@@ -20,7 +20,7 @@ from laplace_ella import (
     temperature_scaling,
 )
 from laplace_ella.errors import BorderWarning
-from laplace_ella.tuning.choice import USUAL_SHARE, choose, standard_errors
+from laplace_ella.tuning.calibration import USUAL_SHARE, choose, standard_errors
 from tests.cases import make, mlp
 from tests.fitting import fit
 
@@ -101,12 +101,12 @@ LOGITS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         (LOGITS[0], torch.tensor([0]), False, r"numbers \(N, C\), got .* \(2,\)"),
         (LOGITS.long(), torch.tensor([0, 1]), False, r"got torch\.int64"),
         (LOGITS, torch.tensor([0]), False, r"got shape \(1,\)"),
-        (LOGITS, torch.tensor([0, 1]), True, r"must be labels \(N, C\)"),
-        (LOGITS, torch.tensor([0.0, 1.0]), False, "must be integers"),
-        (LOGITS, torch.tensor([0, 2]), False, "between 0 and 1"),
+        (LOGITS, torch.tensor([0, 1]), True, r"targets must have the shape .*\(2, 2\)"),
+        (LOGITS, torch.tensor([0.0, 1.0]), False, "must be class indices"),
+        (LOGITS, torch.tensor([0, 2]), False, r"lie in 0\.\.1"),
         (LOGITS * math.nan, torch.tensor([0, 1]), False, "2 of 2 examples are NaN"),
-        (LOGITS, LOGITS * math.nan, False, "probabilities between 0 and 1"),
-        (LOGITS, torch.ones(2, 2), False, "pass multi_label=True"),
+        (LOGITS, LOGITS * math.nan, False, "4 of 4 target values are NaN"),
+        (LOGITS, torch.ones(2, 2), False, "must sum to one"),
         (LOGITS[:0], torch.tensor([], dtype=torch.long), False, "at least one"),
         (LOGITS, torch.tensor([-100, -100]), False, "at least one observed"),
     ],

@@ -166,7 +166,7 @@ def test_streams_as_validation_data(name):
     case, results = make(name), []
     for data in (case.loader(5), DataLoader(OneByOne(case), 5)):
         la = fit(case)
-        la.optimize_temperature(data, tune_prior=True)
+        la.optimize_temperature(data)
         la.optimize_prior_precision(method="gridsearch", val_loader=data, grid_size=5)
         la.optimize_rank("gridsearch", data)
         results.append(described(la))

@@ -324,7 +324,7 @@ def test_dtypes(cls, dtype, name):
         atol = OUT_DTYPE[dtype] * b.abs().max().item()
         torch.testing.assert_close(a.double(), b, rtol=0, atol=atol)
     la.optimize_prior_precision(n_steps=3)
-    la.optimize_temperature(case.loader(), tune_prior=True)
+    la.optimize_temperature(case.loader())
     for pred_type in ("glm", "nn"):
         out = la(case.x_test, pred_type, n_samples=5)
         for tensor in out if isinstance(out, tuple) else (out,):

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_ella import ELLALaplace, ELLALLLaplace, FeatureCache
 from laplace_ella.errors import BorderWarning
 from laplace_ella.posterior.observation import Link
-from laplace_ella.tuning.search import VALLEY
 from laplace_ella.tuning.validation import Validator
 from tests import dense
 from tests.cases import CASES, PRIORS, Case, make, mlp, priors
@@ -479,49 +478,6 @@ def test_monte_carlo_is_smooth_in_the_temperature(rank):
 
     # An eighth of the step gives about an eighth of the change; a jump stays.
     assert largest_step(161) < largest_step(21) / 3
-
-
-# --- temperature and prior together --------------------------------------------------
-
-
-@pytest.mark.parametrize("complement", ["drop", "prior"])
-def test_with_the_prior_beats_a_grid(problem, complement):
-    """At least as good as a brute-force grid of both, also from a structured prior."""
-    case, loader = problem
-    la = fit(case, complement=complement, prior_precision=priors(case)["layerwise"])
-    curve = Curve(case, la, loader)
-    temperatures = torch.logspace(-2, 2.5, 10)
-    lowest = min(curve(t, p) for p in torch.logspace(-2, 4, 13) for t in temperatures)
-    la.optimize_temperature(loader, tune_prior=True)
-    assert la.prior_precision.shape == (1,)
-    assert not la.prior_precision.requires_grad
-    found = curve(la.temperature, la.prior_precision)
-    assert found <= lowest + 1.01 * VALLEY * abs(lowest)
-
-
-def test_in_a_flat_valley_the_temperature_stays_near_one(problem):
-    """Of settings that are equally good no other grid point is a decade nearer to 1."""
-    case, loader = problem
-    la = fit(case, n_eigenvalues=1)
-    curve, grid = Curve(case, la, loader), torch.linspace(-2, 2.5, 10)
-    table = [[curve(10**t, 10**p) for p in torch.linspace(-2, 4, 25)] for t in grid]
-    table = torch.tensor(table)
-    enough = table.min() + 0.5 * VALLEY * abs(table.min())
-    nearest = grid[(table <= enough).any(1)].abs().min()
-    la.optimize_temperature(loader, tune_prior=True)
-    assert abs(math.log10(la.temperature)) <= nearest + 1
-
-
-@pytest.mark.parametrize("bounds", [(2.0, 3.0), (-2.0, -1.5)])
-def test_prior_stays_within_its_bounds(problem, bounds):
-    case, loader = problem
-    la = fit(case)
-    low, high = bounds
-    options = {"log_prior_prec_min": low, "log_prior_prec_max": high}
-    la.optimize_temperature(loader, tune_prior=True, **options)
-    assert low - 1e-6 <= la.prior_precision.log10().item() <= high + 1e-6
-    with pytest.raises(ValueError, match="log_prior_prec_min must be less"):
-        la.optimize_temperature(loader, tune_prior=True, log_prior_prec_max=-3)
 
 
 def test_the_border_is_told():

@@ -233,11 +233,8 @@ def fit_laplace(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RankWarning)
         la.fit(loader(words, batch_size=128))
-    la.optimize_temperature(
-        loader(validation, batch_size=128),
-        link_approx="mc",
-        n_samples=256,
-        tune_prior=True,
+    la.optimize_calibration(
+        loader(validation, batch_size=128), link_approx="mc", n_samples=256
     )
     return la
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -99,18 +99,25 @@ class FeatureCache:
                 raise ValueError("The caches were made for different priors.")
             if first.top_outputs != other.top_outputs:
                 raise ValueError("The caches were made with different top_outputs.")
-        parts = {name: [getattr(cache, name) for cache in caches] for name in _ROWS}
-        whole = {
-            name: None if any(t is None for t in tensors) else torch.cat(tensors)
-            for name, tensors in parts.items()
-        }
-        return replace(first, **whole)
+
+        def whole(name: str, _: torch.Tensor) -> torch.Tensor:
+            return torch.cat([getattr(cache, name) for cache in caches])
+
+        return first._with(whole)
+
+    def _with(
+        self,
+        change: Callable[[str, torch.Tensor], torch.Tensor],
+        names: Sequence[str] = _ROWS,
+    ) -> FeatureCache:
+        """Return the cache with other tensors, by their names and what they were."""
+        tensors = {name: getattr(self, name) for name in names}
+        known = {name: t for name, t in tensors.items() if t is not None}
+        return replace(self, **{name: change(name, t) for name, t in known.items()})
 
     def gathered(self, processes: Any) -> FeatureCache:
         """Return the features of all processes, in the order of their ranks."""
-        own = {name: getattr(self, name) for name in _ROWS}
-        rows = {k: processes.rows(k, t) for k, t in own.items() if t is not None}
-        return replace(self, **rows)
+        return self._with(processes.rows)
 
     def __len__(self) -> int:
         return len(self.f_mu)
@@ -133,7 +140,7 @@ class FeatureCache:
         if rank > self.rank:
             raise ValueError(
                 f"The cache has the features of {self.rank} directions, {rank} were "
-                "asked for; make it with the larger basis."
+                "asked for; make it again."
             )
         if rank == self.rank:
             return self
@@ -144,11 +151,12 @@ class FeatureCache:
                 "cache again after truncating the posterior."
             )
         if residual is not None:
-            at, n_known = 0, residual.shape[1] - 1
+            # Each direction that is cut off belongs to one part of the residual.
+            parts = residual.new_zeros(residual.shape[1], beyond.shape[-1])
+            at, n_known = 0, len(parts) - 1
             if n_known and self.spectrum is not None:
                 at = decades(self.spectrum[rank:], self.spectrum[0])
                 at = at.clamp_max(n_known - 1)
-            parts = residual.new_zeros(n_known + 1, beyond.shape[-1])
             parts[at, torch.arange(beyond.shape[-1])] = 1
             weighted = beyond.unsqueeze(1) * parts.unsqueeze(1)
             residual = residual + weighted @ weighted.mT
@@ -198,34 +206,27 @@ class FeatureCache:
                 for p in (cache.prior, needed)
             )
             raise ValueError(
-                f"The cache was made for {had}, the posterior has {has}. With "
-                "complement='prior' and a prior that is not scalar, features depend "
-                "on the prior; make the cache again with this posterior."
+                f"The cache was made for {had}, the posterior has {has}, on which "
+                "features depend with complement='prior'; make the cache again."
             )
         return cache if posterior.needs_residual else replace(cache, residual=None)
 
     def __getitem__(self, index: slice | torch.Tensor) -> FeatureCache:
         """Return some of the examples."""
-        rows = {name: getattr(self, name) for name in _ROWS}
-        some = {name: t[index] for name, t in rows.items() if t is not None}
-        return replace(self, **some)
+        return self._with(lambda _, t: t[index])
 
     def batches(self, size: int = 1024) -> Iterator[FeatureCache]:
         """Return the cache in pieces, for links that need memory."""
         for start in range(0, len(self), size):
             yield self[start : start + size]
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: t for name, t in named.items() if t is not None}
-
     def to(self, device: torch.device | str) -> FeatureCache:
         """Return the cache on another device."""
-        return FeatureCache(**{k: t.to(device) for k, t in self._tensors().items()})
+        return self._with(lambda _, t: t.to(device), list(vars(self)))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write to a file that `load` reads, on any device."""
-        torch.save(self._tensors(), path)
+        torch.save(vars(self), path)
 
     @classmethod
     def load(
@@ -233,15 +234,12 @@ class FeatureCache:
     ) -> FeatureCache:
         """Return what `save` wrote; nothing in the file is executed."""
         tensors = torch.load(path, map_location=device, weights_only=True)
-        known = {field.name for field in fields(cls)}
-        required = {"f_mu", "phi", "targets"}
-        if not isinstance(tensors, dict) or not required <= tensors.keys() <= known:
-            got = sorted(tensors) if isinstance(tensors, dict) else type(tensors)
+        try:
+            return cls(**tensors)
+        except TypeError as error:
             raise ValueError(
-                f"{path} is not a feature cache: expected {sorted(required)} among its "
-                f"entries and none but {sorted(known)}, got {got}. Make it again."
-            )
-        return cls(**tensors)
+                f"{path} is not a feature cache: {error}. Make it again."
+            ) from error
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -260,33 +258,24 @@ def cache_batches(
     """Return features and targets of all batches (inputs on the device, targets)."""
     caches, finite = [], []
     spectrum, prior = posterior.basis.eigenvalues, posterior.prior_of_gradients
-    top = observation.top_outputs
     for x, y in batches:
         parts = [
-            features_for(posterior, linearizer, part, top=top)
+            features_for(posterior, linearizer, part, top=observation.top_outputs)
             for part in linearizer.parts(x, posterior.rank)
         ]
-        positions, start = parts[0].positions, 0
-        n_examples = sum(len(part.f) for part in parts) // positions.n_positions
+        positions, sizes = parts[0].positions, [len(part.f) for part in parts]
+        n_examples = sum(sizes) // positions.n_positions
         targets = target_rows(y, n_examples, positions, observation.family)
-        known = observed(targets, observation.family)
-        for part in parts:
-            rows = slice(start, start + len(part.f))
-            start = rows.stop
-            f, phi, residual = part.f, part.phi, part.residual
-            tensors = [t for t in (f, phi, residual) if t is not None]
-            finite.append(torch.stack([t.isfinite().all() for t in tensors]).all())
-            cache = FeatureCache(
-                f,
-                phi,
-                targets[rows].to(f.device),
-                residual,
-                spectrum,
-                prior,
-                part.outputs,
-            )
+        targets = targets.to(parts[0].f.device)
+        for part, own in zip(parts, targets.split(sizes), strict=True):
+            tensors = (part.f, part.phi, part.residual)
+            every = [t.isfinite().all() for t in tensors if t is not None]
+            finite.append(torch.stack(every).all())
+            f, phi, residual = tensors
+            cache = FeatureCache(f, phi, own, residual, spectrum, prior, part.outputs)
+            known = observed(own, observation.family)
             if known is not None and positions.shape:
-                cache = cache[known[rows].to(f.device)]
+                cache = cache[known]
             caches.append(cache)
     check_finite(finite, "outputs or features", "of the validation data")
     if not caches:

@@ -33,9 +33,11 @@ from laplace_ella.errors import BorderWarning, warn_caller
 from laplace_ella.posterior.complement import Complement
 from laplace_ella.posterior.observation import Family
 from laplace_ella.posterior.posterior import SubspacePosterior
-from laplace_ella.tuning.choice import USUAL_SHARE, choose, standard_errors
 from laplace_ella.tuning.temperature import HIGHEST, LOWEST, checked, minimum
 from laplace_ella.tuning.validation import Validator
+
+#: Share of the posterior where the validation data do not ask for another one.
+USUAL_SHARE = 0.1
 
 #: Shares at which the other settings are searched for; the last is the border. The
 #: first stands for none: the posterior changes a logit by less than 1e-4 of τ.
@@ -147,33 +149,95 @@ def search_calibration(
     return _Search(rotated, validator, tuple(axes), factor_at_one).run()
 
 
+def standard_errors(
+    losses: torch.Tensor, reference: int, unseen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the standard errors `(S,)` of the mean losses' differences to one of them.
+
+    The differences scatter as they do among the N examples, and by one example more:
+    that N predictions are right does not tell that the next one is. `unseen` has its
+    loss, the mean over the inputs and over all C labels alike. It is the pseudo-example
+    of Laplace's rule of succession (and of Platt's scaling): a setting that would be
+    ruined by one example in N + 1 is not told from others by N that are right.
+
+    Parameters
+    ----------
+    losses : torch.Tensor
+        `(S, N)`, per setting and example
+    reference : int
+        the setting that the others are compared with
+    unseen : torch.Tensor, optional
+        `(S,)`, the loss of the example more; none for regression
+    """
+    if unseen is not None:
+        losses = torch.cat([losses, unseen.unsqueeze(-1)], -1)
+    n = losses.shape[-1]
+    differences = losses - losses[reference]
+    if n < 2:
+        return torch.full_like(losses[:, 0], math.inf)
+    return differences.std(-1) / math.sqrt(n)
+
+
+def choose(
+    losses: torch.Tensor,
+    taus: Sequence[float],
+    shares: Sequence[float],
+    temperatures: Sequence[float],
+    unseen: torch.Tensor | None = None,
+    at_most: float = math.inf,
+) -> int:
+    """Return the index of the setting to take, of S whose losses are known.
+
+    Of the settings within one standard error of the best, and with a mean loss of at
+    most `at_most`: the one that sharpens predictions least (a scale below 1), then with
+    the posterior's share nearest to `USUAL_SHARE`, then with T nearest to 1.
+
+    Examples
+    --------
+    >>> losses = torch.tensor([[0.2, 0.4, 0.2, 0.4], [0.21, 0.38, 0.22, 0.41]])
+    >>> choose(losses, taus=[1.0, 1.1], shares=[0.0, 0.1], temperatures=[1.0, 1.0])
+    1
+    """
+    mean = losses.mean(-1)
+    if not mean.isfinite().any():
+        raise ValueError(
+            f"The validation loss is NaN or infinite for all {len(losses)} settings, "
+            "so none can be chosen; nothing was changed. Check the validation data."
+        )
+    best = int(mean.nan_to_num(math.inf).argmin())
+    errors = standard_errors(losses, best, unseen)
+    good = (mean - mean[best] <= errors) & (mean <= at_most)
+    keys = [
+        (max(0.5 * math.log((1 - s) / tau**2), 0.0), abs(s - USUAL_SHARE), abs(log_T))
+        for tau, s, log_T in zip(taus, shares, map(math.log, temperatures), strict=True)
+    ]
+    return min({best, *good.nonzero().flatten().tolist()}, key=keys.__getitem__)
+
+
 @dataclass(frozen=True)
-class _Setting:
-    """How much predictions are softened, and by what, in the module's coordinates."""
+class _Candidate:
+    """How much predictions are softened, and by what, in the module's coordinates; the
+    posterior and T for that, the losses of all examples `(N,)`, float64, and that of
+    one unseen."""
 
     scale: float
     share: float
     shape: tuple[float, ...]
+    posterior: SubspacePosterior
+    temperature: float
+    losses: torch.Tensor
+    unseen: torch.Tensor
 
     @property
     def base(self) -> float:
         """τ, or the factor of the noise."""
         return self.scale * math.sqrt(1 - self.share)
 
-
-@dataclass(frozen=True)
-class _Found:
-    """A setting, the losses of all examples `(N,)`, float64, and that of one unseen."""
-
-    setting: _Setting
-    losses: torch.Tensor
-    unseen: torch.Tensor
-
     @property
     def loss(self) -> float:
         return float(self.losses.mean())
 
-    def error(self, best: _Found) -> float:
+    def error(self, best: _Candidate) -> float:
         """Return the standard error of the difference to the loss of another."""
         losses = torch.stack([best.losses, self.losses])
         unseen = torch.stack([best.unseen, self.unseen])
@@ -206,96 +270,82 @@ class _Search:
     unit_variances: dict[tuple[float, ...], float] = field(default_factory=dict)
 
     def run(self) -> Calibration:
-        scaling = self.find(_Setting(self.scaling(), NO_SHARE, self.shapes()[0]))
+        # A grid of shapes, about a decade apart.
+        sizes = [max(3, round(high - low) + 1) for _, low, high in self.axes]
+        grids = [
+            np.linspace(low, high, n).tolist()
+            for (_, low, high), n in zip(self.axes, sizes, strict=True)
+        ]
+        shapes = list(itertools.product(*grids))
+        scaling = self.find(self.scaling(), NO_SHARE, shapes[0])
         start, at_most = scaling, math.inf
         if not self.is_regression:
             start = self.least_sharpening(scaling)
-            if start.setting.scale == 1 and scaling.setting.scale in (LOWEST, HIGHEST):
+            if start.scale == 1 and scaling.scale in (LOWEST, HIGHEST):
                 return self.keep(scaling, start)
-            self = replace(self, floor=min(start.setting.scale, 1.0))
+            self = replace(self, floor=min(start.scale, 1.0))
         if start is scaling:
             at_most = scaling.loss * (1 + math.copysign(ROUNDING, scaling.loss))
         found = [start]
         for share in SHARES:  # for each, the best of the rest
-            scale = found[-1].setting.scale
-            tried = [self.find(_Setting(scale, share, s)) for s in self.shapes()]
+            tried = [self.find(found[-1].scale, share, shape) for shape in shapes]
             found.append(self.descend(min(tried, key=lambda each: each.loss)))
-        setting = self.choose(found, at_most).setting
+        chosen = self.choose(found, at_most)
         # Of the shapes that do as well, the one with T nearest to 1.
-        found += [self.find(replace(setting, shape=shape)) for shape in self.shapes()]
+        found += [self.find(chosen.scale, chosen.share, shape) for shape in shapes]
         chosen = self.choose(found, at_most)
         best = min(found, key=lambda each: each.loss)
-        borders = self.borders(chosen.setting, scaling.setting)
+        borders = self.borders(chosen, scaling)
         return replace(self.report(chosen, best, scaling), borders=borders)
-
-    # Settings and their losses
 
     @property
     def is_regression(self) -> bool:
         return self.validator.observation.family.is_regression
 
-    def shapes(self) -> list[tuple[float, ...]]:
-        """Return a grid of shapes, about a decade apart."""
-        grids = (
-            np.linspace(low, high, max(3, round(high - low) + 1)).tolist()
-            for _, low, high in self.axes
-        )
-        return list(itertools.product(*grids))
-
-    def posterior_at(self, setting: _Setting) -> SubspacePosterior:
-        """Return the posterior whose mean variance is its share of the softening."""
-        old, (log_ratio, *log_outside) = self.posterior, setting.shape
+    def find(self, scale: float, share: float, shape: tuple[float, ...]) -> _Candidate:
+        """Return the posterior whose mean variance is its share of the softening, and
+        its losses; with no less softening than the floor."""
+        old, (log_ratio, *log_outside) = self.posterior, shape
 
         def with_prior(prior: float) -> SubspacePosterior:
             complement = old.complement
             if log_outside:
                 complement = 10 ** log_outside[0] * prior
             factor = torch.full_like(old.factor, 10**log_ratio * prior)
-            prior_precision = torch.full_like(old.prior, prior)
-            return old.with_(
-                factor=factor, prior=prior_precision, complement=complement
-            )
+            precision = torch.full_like(old.prior, prior)
+            return old.with_(factor=factor, prior=precision, complement=complement)
 
-        known = self.unit_variances
-        if setting.shape not in known:
-            known[setting.shape] = self.validator.mean_variance(with_prior(1.0))
-        variance = setting.share * setting.scale**2
-        variance = variance / (1.0 if self.is_regression else math.pi / 8)
-        return with_prior(known[setting.shape] / variance)
-
-    def find(self, setting: _Setting) -> _Found:
-        """Return a setting's losses, with no less softening than the floor."""
-        setting = replace(setting, scale=max(setting.scale, self.floor))
-        observation = self.validator.observation
+        known, scale = self.unit_variances, max(scale, self.floor)
+        if shape not in known:
+            known[shape] = self.validator.mean_variance(with_prior(1.0))
+        variance = share * scale**2 / (1.0 if self.is_regression else math.pi / 8)
+        posterior = with_prior(known[shape] / variance)
+        base, observation = scale * math.sqrt(1 - share), self.validator.observation
+        # Scaling the noise as well leaves less of the factor to T.
+        noise = base**2 if self.is_regression else 1.0
+        temperature = self.factor_at_one / float(posterior.factor) / noise
         if self.is_regression:
-            noise = observation.sigma_noise * setting.base
-            observation = replace(observation, sigma_noise=noise)
+            sigma_noise = observation.sigma_noise * base
+            observation = replace(observation, sigma_noise=sigma_noise)
         else:
-            observation = replace(observation, softmax_temperature=setting.base)
+            observation = replace(observation, softmax_temperature=base)
         validator = replace(self.validator, observation=observation)
-        losses = validator.example_losses(self.posterior_at(setting), unseen=True)
-        return _Found(setting, losses[:-1], losses[-1])
+        losses = validator.example_losses(posterior, unseen=True)
+        return _Candidate(
+            scale, share, shape, posterior, temperature, losses[:-1], losses[-1]
+        )
 
-    def temperature(self, setting: _Setting) -> float:
-        """Return T; scaling the noise as well leaves less of the factor to it."""
-        factor = float(self.posterior_at(setting).factor)
-        noise = setting.base**2 if self.is_regression else 1.0
-        return self.factor_at_one / factor / noise
-
-    def choose(self, found: Sequence[_Found], at_most: float) -> _Found:
-        settings = [each.setting for each in found]
+    def choose(self, found: Sequence[_Candidate], at_most: float) -> _Candidate:
         chosen = choose(
             torch.stack([each.losses for each in found]),
             # The factor of the noise is no temperature: none is preferred.
-            [1.0 if self.is_regression else s.base for s in settings],
-            [s.share for s in settings],
-            [self.temperature(s) for s in settings],
+            [1.0 if self.is_regression else each.base for each in found],
+            [each.share for each in found],
+            [each.temperature for each in found],
             torch.stack([each.unseen for each in found]),
             at_most,
         )
         return found[chosen]
-
-    # Steps
 
     def scaling(self) -> float:
         """Return the scale of temperature scaling, or of the noise alone."""
@@ -314,32 +364,31 @@ class _Search:
             )
         return scale
 
-    def least_sharpening(self, scaling: _Found) -> _Found:
+    def least_sharpening(self, scaling: _Candidate) -> _Candidate:
         """Return temperature scaling with τ as near to 1 as the data allow.
 
         Nearer where τ is below 1, or at the end of its range: a few predictions that
         are all right, or all wrong, are no reason to trust or to distrust the network.
         """
-        tau = scaling.setting.scale
+        tau = scaling.scale
         taus = [1.0] if tau == HIGHEST else np.geomspace(1.0, min(tau, 1.0), 12)[:-1]
         for nearer in taus if tau < 1 or tau == HIGHEST else ():
-            found = self.find(replace(scaling.setting, scale=float(nearer)))
+            found = self.find(float(nearer), NO_SHARE, scaling.shape)
             if found.loss - scaling.loss <= found.error(scaling):
                 return found
         return scaling
 
-    def descend(self, start: _Found) -> _Found:
+    def descend(self, start: _Candidate) -> _Candidate:
         """Return the lowest loss near a start with the same share, by a simplex."""
-        scale = math.log(start.setting.scale)
-        width = math.log(SCALES)
+        scale, width = math.log(start.scale), math.log(SCALES)
         bounds = [(scale - width, scale + width), *((a, b) for _, a, b in self.axes)]
-        first = np.array([scale, *start.setting.shape])
+        first = np.array([scale, *start.shape])
         steps = np.array([0.1, *(0.5 for _ in self.axes)])
         steps = np.where(first + steps > [b for _, b in bounds], -steps, steps)
 
-        def found(z: np.ndarray) -> _Found:
-            shape = tuple(float(v) for v in z[1:])
-            return self.find(_Setting(math.exp(z[0]), start.setting.share, shape))
+        def found(z: np.ndarray) -> _Candidate:
+            log_scale, *shape = z.tolist()
+            return self.find(math.exp(log_scale), start.share, tuple(shape))
 
         refined = minimize(
             lambda z: found(z).loss,
@@ -357,18 +406,18 @@ class _Search:
 
     # Results
 
-    def report(self, chosen: _Found, best: _Found, scaling: _Found) -> Calibration:
-        setting = chosen.setting
-        posterior = self.posterior_at(setting)
-        noise = self.validator.observation.sigma_noise.reshape(-1) * setting.base
-        plain = replace(self, floor=0.0).find(replace(scaling.setting, scale=1.0))
+    def report(
+        self, chosen: _Candidate, best: _Candidate, scaling: _Candidate
+    ) -> Calibration:
+        noise = self.validator.observation.sigma_noise.reshape(-1) * chosen.base
+        plain = replace(self, floor=0.0).find(1.0, NO_SHARE, scaling.shape)
         return Calibration(
-            softmax_temperature=1.0 if self.is_regression else setting.base,
-            temperature=self.temperature(setting),
-            prior_precision=float(posterior.prior),
-            complement=_number(posterior.complement),
+            softmax_temperature=1.0 if self.is_regression else chosen.base,
+            temperature=chosen.temperature,
+            prior_precision=float(chosen.posterior.prior),
+            complement=_number(chosen.posterior.complement),
             sigma_noise=tuple(noise.tolist()) if self.is_regression else (),
-            share=setting.share,
+            share=chosen.share,
             loss=chosen.loss,
             best_loss=best.loss,
             standard_error=chosen.error(best),
@@ -376,9 +425,9 @@ class _Search:
             scaling_loss=scaling.loss,
         )
 
-    def keep(self, scaling: _Found, plain: _Found) -> Calibration:
+    def keep(self, scaling: _Candidate, plain: _Candidate) -> Calibration:
         """Return the settings as they are, with a warning."""
-        observation, tau = self.validator.observation, scaling.setting.scale
+        observation, tau = self.validator.observation, scaling.scale
         what = "are right" if tau == LOWEST else "would be better guessed"
         warn_caller(
             f"The {len(plain.losses)} validation examples cannot tell how sure the "
@@ -399,18 +448,18 @@ class _Search:
             kept=True,
         )
 
-    def borders(self, setting: _Setting, scaling: _Setting) -> tuple[str, ...]:
+    def borders(self, chosen: _Candidate, scaling: _Candidate) -> tuple[str, ...]:
         """Return what lies at the end of its range, each with a warning."""
         found = {}
-        if setting.share == NO_SHARE:
+        if chosen.share == NO_SHARE:
             found["share"] = "the validation data ask for temperature scaling"
-        elif setting.share == SHARES[-1]:
+        elif chosen.share == SHARES[-1]:
             found["share"] = "they ask for the posterior alone"
-        if abs(math.log(setting.scale / scaling.scale)) > math.log(SCALES) - 0.05:
-            found["scale"] = f"predictions are softened by {setting.scale:.3g}"
-        for (name, low, high), value in zip(self.axes, setting.shape, strict=True):
+        if abs(math.log(chosen.scale / scaling.scale)) > math.log(SCALES) - 0.05:
+            found["scale"] = f"predictions are softened by {chosen.scale:.3g}"
+        for (name, low, high), value in zip(self.axes, chosen.shape, strict=True):
             at_end = min(abs(value - low), abs(value - high)) < 0.05
-            if setting.share > NO_SHARE and at_end:
+            if chosen.share > NO_SHARE and at_end:
                 found[name] = f"it is {10**value:.3g}"
         for name, why in found.items():
             warn_caller(

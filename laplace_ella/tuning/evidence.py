@@ -1,4 +1,4 @@
-"""The evidence of a fit as a function of prior precision and noise, and its maximum.
+"""Prior precision and noise by the training data: with the highest evidence.
 
 log p(D) = log p(D|θ̂) − ½ log det ratio − ½ (θ̂ − μ₀)ᵀD(θ̂ − μ₀), a function of frozen
 values: an optimiser that fails leaves the fit as it was.
@@ -6,7 +6,7 @@ values: an optimiser that fails leaves the fit as it was.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from tqdm.auto import trange
@@ -17,69 +17,30 @@ from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.support.batches import has_values
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Log marginal likelihood of a fit under any prior precision and noise.
+def prior_precision_from_weight_decay(weight_decay: float, n_data: int) -> float:
+    """Return the Gaussian prior that weight decay γ stood for: 1/σ0² = Nγ.
 
-    Attributes
-    ----------
-    fit : Fit
-    observation : ObservationModel
-    posterior : SubspacePosterior
-        of the fit; rotated to the eigenbasis of its curvature where there is one noise
-        and one prior precision, so that a value costs K operations instead of K³
-    square_distance : torch.Tensor
-        (θ̂ − μ₀)² summed up in the structure of the prior: `(1,)`, `(L,)` or `(P,)`,
-        float64
+    Training minimised the mean loss over N data plus γ/2·‖θ‖². Times N that is the
+    negative log posterior with prior precision Nγ (Deng et al. 2022, Sec. 5.1).
+
+    Examples
+    --------
+    >>> prior_precision_from_weight_decay(1e-4, 50_000)
+    5.0
     """
-
-    fit: Fit
-    observation: ObservationModel
-    posterior: SubspacePosterior
-    square_distance: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        fit: Fit,
-        observation: ObservationModel,
-        posterior: SubspacePosterior,
-        prior_mean: torch.Tensor,
-        many: bool = False,
-    ) -> Evidence:
-        """Return the evidence for priors structured like the posterior's.
-
-        `many` prepares for many evaluations, by one eigendecomposition.
-        """
-        square = (fit.mean - prior_mean).double().square().expand_as(fit.mean)
-        if posterior.prior.numel() == 1:
-            square = square.sum().reshape(1)
-            if many and fit.sums.H.ndim == 2:
-                posterior = posterior.rotated()[0]
-        elif posterior.prior.numel() != square.numel():
-            pieces = square.split(list(posterior.basis.numels))
-            square = torch.stack([piece.sum() for piece in pieces])
-        return cls(fit, observation, posterior, square)
-
-    def __call__(self, prior: torch.Tensor, sigma_noise: torch.Tensor) -> torch.Tensor:
-        """Return the evidence, differentiable in both, float64."""
-        observation = replace(self.observation, sigma_noise=sigma_noise)
-        H, factor = observation.weigh(self.fit.sums.H)
-        rotated = self.posterior.H.ndim == 1
-        posterior = self.posterior.with_(
-            H=self.posterior.H if rotated else H, factor=factor, prior=prior
+    if not weight_decay > 0 or not n_data >= 1:  # also refuses NaN
+        raise ValueError(
+            "weight_decay must be positive and n_data at least 1, got "
+            f"{weight_decay} and {n_data}."
         )
-        sums = self.fit.sums
-        fitted = observation.log_likelihood(
-            sums.loss.double(), sums.n_data, self.fit.n_outputs
-        )
-        scatter = (self.square_distance * prior.double()).sum()
-        return fitted - 0.5 * (posterior.log_det_ratio + scatter)
+    return weight_decay * n_data
 
 
-def maximize(
-    evidence: Evidence,
-    prior: torch.Tensor,
+def maximize_evidence(
+    fit: Fit,
+    observation: ObservationModel,
+    posterior: SubspacePosterior,
+    prior_mean: torch.Tensor,
     n_steps: int,
     lr: float,
     *,
@@ -87,9 +48,20 @@ def maximize(
     tune_noise: bool = False,
     progress_bar: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sigma_noise and prior precision after laplace-torch's steps of Adam on
-    their logarithms; where the noise is tuned, L-BFGS goes on to the maximum."""
-    sigma = evidence.observation.sigma_noise
+    """Return sigma_noise and prior precision, in the structure that the posterior has,
+    after laplace-torch's steps of Adam on their logarithms from the current values;
+    where the noise is tuned, L-BFGS goes on to the maximum."""
+    sums, sigma, prior = fit.sums, observation.sigma_noise, posterior.prior
+    square = (fit.mean - prior_mean).double().square().expand_as(fit.mean)
+    rotated = prior.numel() == 1 and sums.H.ndim == 2
+    if rotated:  # a value costs K operations instead of K³
+        posterior = posterior.rotated()[0]
+    if prior.numel() == 1:
+        square = square.sum().reshape(1)
+    elif prior.numel() != square.numel():
+        pieces = square.split(list(posterior.basis.numels))
+        square = torch.stack([piece.sum() for piece in pieces])
+
     start = sigma.detach().double().log(), prior.detach().double().log()
     tuned = (tune_noise, tune_prior)
     logs = [v.clone().requires_grad_(t) for v, t in zip(start, tuned, strict=True)]
@@ -99,7 +71,15 @@ def maximize(
     def loss() -> torch.Tensor:
         for variable in variables:
             variable.grad = None
-        value = evidence(logs[1].exp(), logs[0].exp())
+        noise, precision = (v.exp() for v in logs)
+        given = replace(observation, sigma_noise=noise)
+        H, factor = given.weigh(sums.H)
+        H = posterior.H if rotated else H
+        log_det_ratio = posterior.with_(
+            H=H, factor=factor, prior=precision
+        ).log_det_ratio
+        fitted = given.log_likelihood(sums.loss.double(), sums.n_data, fit.n_outputs)
+        value = fitted - 0.5 * (log_det_ratio + (square * precision).sum())
         if value.requires_grad:
             (-value).backward()
         now = [value.detach(), *(v.detach() for v in logs)]
@@ -127,7 +107,7 @@ def maximize(
     if has_values(best[0]) and not bool(torch.isfinite(best[0])):
         raise ValueError(
             f"The evidence is NaN or infinite: sigma_noise {sigma.tolist()}, loss of "
-            f"the training data {evidence.fit.sums.loss.tolist()}. Nothing was "
-            "changed; check the targets and start from other values."
+            f"the training data {sums.loss.tolist()}. Nothing was changed; check the "
+            "targets and start from other values."
         )
     return best[1].exp(), best[2].exp()

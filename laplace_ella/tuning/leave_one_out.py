@@ -1,12 +1,19 @@
 """Prior precision and softmax temperature of classifiers, from the training data alone.
 
-`linear_model` leaves examples out of the linearised model, at its mode for a prior
-precision δ. The same step from the parameters of the network tells how the network
-itself errs on new data, with the precision of the regulariser for which these are
-stationary, δ_train = −gᵀ(θ̂ − μ₀)/‖θ̂ − μ₀‖², g the gradient of the summed loss. It is
-the number of data times the weight decay, where the network was trained to the end.
+Linearised Laplace is exact Bayesian inference in the linear model f = f̂ + φz with the
+prior z ~ N(−d, δ⁻¹), where f̂ are the outputs of the network, z = Vᵀ(θ − θ̂) and
+d = Vᵀ(θ̂ − μ₀). Its log posterior is concave. At its mode z*, with outputs f, residuals
+r = ∇loss(f) and curvature H* = Σ φᵀΛφ, leaving out example i is one Newton step:
 
-Index legend: N examples, S positions, C outputs, K features.
+    A_i = φ_i(H* + δ)⁻¹φ_iᵀ,   V_i = A_i(I − Λ_iA_i)⁻¹,   f_i without i ≈ f_i + V_i r_i
+
+and V_i is its covariance; for regression this is exact. The same step from the
+parameters of the network, z = 0, tells how the network itself errs on new data, with
+the precision of the regulariser for which these are stationary,
+δ_train = −gᵀ(θ̂ − μ₀)/‖θ̂ − μ₀‖², g the gradient of the summed loss. It is the number
+of data times the weight decay, where the network was trained to the end.
+
+Index legend: N examples, S positions, C outputs, K features, Q = S·C.
 """
 
 from __future__ import annotations
@@ -15,30 +22,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
-from scipy.optimize import minimize_scalar
+from scipy.optimize import minimize, minimize_scalar
 
 from laplace_ella.errors import NumericalWarning, warn_caller
-from laplace_ella.posterior.observation import FunctionValues, Link
+from laplace_ella.posterior import likelihood
+from laplace_ella.posterior.fit import Fit, TrainingRows
+from laplace_ella.posterior.observation import FunctionValues, Link, ObservationModel
+from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.support.batches import Positions
-from laplace_ella.tuning.linear_model import (
-    LinearModel,
-    Mode,
-    find_mode,
-    leave_one_out,
-    mode_at,
-)
 
-__all__ = [
-    "LeftOut",
-    "LinkLoss",
-    "PriorChoice",
-    "PriorMethod",
-    "choose_prior",
-    "predict_left_out",
-]
+#: Norm of the gradient at a mode, relative to that of its two parts.
+TOLERANCE = 1e-6
 
 #: Steps in log δ from MacKay's fixed point on, and how many there are at most.
 STEP, N_STEPS = 1.25, 4
@@ -87,63 +86,225 @@ class PriorMethod(str, Enum):
     """The prior precision with the lowest loss on validation data."""
 
 
+# The linear model
+
+
 @dataclass(frozen=True)
-class LinkLoss:
-    """Mean negative log likelihood of predictions from Gaussian outputs.
+class LinearModel:
+    """The training data of the linear model, float64.
 
     Attributes
     ----------
-    model : LinearModel
-    link : Link
-    n_samples : int
-        of the link 'mc'
-    fresh_generator : callable
-        returns the same random numbers for every candidate
+    rows : TrainingRows
+        outputs f̂ `(N, S, C)`, features φ `(N, S, C, K)` and targets `(N, S, ...)`, in
+        coordinates in which the prior is scalar
+    shift : torch.Tensor
+        d `(K,)`: the prior of z is N(−d, δ⁻¹)
+    square_distance : float
+        (θ̂ − μ₀)ᵀD(θ̂ − μ₀) over all parameters, for D with δ = 1
+    observation : ObservationModel
+    root : torch.Tensor, optional
+        L `(K, K)`: z is Lᵀ times the coordinates in the basis; the identity if None
     """
+
+    rows: TrainingRows
+    shift: torch.Tensor
+    square_distance: float
+    observation: ObservationModel
+    root: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        fit: Fit,
+        rows: TrainingRows,
+        prior_mean: torch.Tensor,
+        observation: ObservationModel,
+        posterior: SubspacePosterior | None = None,
+    ) -> LinearModel:
+        """Return the model of an exact fit; the precision of its prior is δ, or δ times
+        that of a posterior."""
+        delta = (fit.mean - prior_mean).double()
+        square, phi, L = delta.square(), rows.phi.double(), None
+        shift = fit.basis.directions.to(delta) @ delta
+        if posterior is not None:  # z → Lᵀz, LLᵀ = precision
+            L = torch.linalg.cholesky(posterior.prior_on_subspace.double())
+            phi = torch.linalg.solve_triangular(L.mT, phi, upper=True, left=False)
+            square, shift = square * posterior.prior_diagonal().double(), L.mT @ shift
+        rows = TrainingRows(rows.f.double(), phi, rows.y)
+        return cls(rows, shift, float(square.sum()), observation, L)
+
+    @property
+    def factor(self) -> torch.Tensor:
+        """1/(σ²T), a scalar or one per output `(C,)`."""
+        observation = self.observation
+        return 1 / (observation.sigma_noise.double().square() * observation.temperature)
+
+    def outputs(self, z: torch.Tensor) -> torch.Tensor:
+        """Return f̂ + φz `(N, S, C)`."""
+        return self.rows.f + self.rows.phi @ z
+
+    def loss(self, f: torch.Tensor) -> torch.Tensor:
+        """Return the negative log likelihood of outputs, up to a constant."""
+        f, y = f.flatten(0, 1), self.rows.y.flatten(0, 1)
+        losses = likelihood.losses(f, y, self.observation.family)
+        return (self.factor * losses).sum()
+
+    def residuals(self, f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the derivatives of the loss by the outputs, `(N, S, C)`, and by z,
+        `(K,)`."""
+        r = torch.func.grad(self.loss)(f)
+        return r, self.rows.phi.flatten(0, 2).mT @ r.flatten()
+
+    def curvature_roots(self, f: torch.Tensor, phi: torch.Tensor) -> torch.Tensor:
+        """Return ψ `(N·S, C, k)` with Σ_c ψ_cψ_cᵀ = φᵀΛφ/(σ²T), zero where there is no
+        target, for outputs `(N, S, C)` and φ `(N·S, C, k)`."""
+        y, family = self.rows.y.flatten(0, 1), self.observation.family
+        psi = likelihood.curvature_root(f.flatten(0, 1), phi, family)
+        psi = psi * self.factor.sqrt().reshape(-1, 1)
+        known = likelihood.observed(y, family)
+        return psi if known is None else psi * known[:, None, None]
+
+    @property
+    def training_precision(self) -> float:
+        """δ_train; at least 1e-6, as a network without a regulariser has none."""
+        if not self.square_distance:
+            return 1e-6
+        slope = self.residuals(self.rows.f)[1]
+        return max(-float(slope @ self.shift) / self.square_distance, 1e-6)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The mode z `(K,)` for a prior precision δ, with the outputs f `(N, S, C)` and the
+    curvature H/(σ²T) `(K, K)` there."""
+
+    precision: float
+    z: torch.Tensor
+    f: torch.Tensor
+    H: torch.Tensor
+
+    @classmethod
+    def at(cls, model: LinearModel, z: torch.Tensor, precision: float) -> Mode:
+        """Return z as if it were the mode: that of the network is z = 0."""
+        f = model.outputs(z)
+        psi = model.curvature_roots(f, model.rows.phi.flatten(0, 1)).flatten(0, 1)
+        return cls(precision, z, f, psi.mT @ psi)
+
+    @cached_property
+    def root(self) -> torch.Tensor:
+        """L `(K, K)` with LLᵀ = H + δ."""
+        eye = torch.eye(len(self.H), dtype=self.H.dtype, device=self.H.device)
+        return torch.linalg.cholesky(self.H + self.precision * eye)
+
+
+def find_mode(model: LinearModel, precision: float, start: Mode) -> Mode:
+    """Return the mode for a prior precision δ.
+
+    L-BFGS begins with the curvature of the start; where that is far from the curvature
+    on the way, it is computed anew.
+    """
+    error, scale = math.inf, 1.0
+    for _ in range(4):
+        z = _descend(model, replace(start, precision=precision))
+        start = Mode.at(model, z, precision)
+        slope = model.residuals(start.f)[1]
+        error = float((slope + precision * (z + model.shift)).norm())
+        scale = float(slope.norm()) + 1e-3
+        if error <= TOLERANCE * scale:
+            return start
+    if not error <= 100 * TOLERANCE * scale:  # nor NaN
+        warn_caller(
+            f"The mode of the linearised model for prior precision {precision:.3g} was "
+            f"not found to full accuracy: the gradient's norm is {error:.2g}, that of "
+            f"the loss alone {scale:.2g}.",
+            NumericalWarning,
+        )
+    return start
+
+
+def _descend(model: LinearModel, start: Mode) -> torch.Tensor:
+    """Return z after L-BFGS in the coordinates u, z = z₀ + L⁻ᵀu, in which H + δ of the
+    start is the identity."""
+    L, delta, d = start.root, start.precision, model.shift
+
+    def back(u: Any) -> torch.Tensor:
+        u = torch.as_tensor(u).to(d).unsqueeze(-1)
+        return start.z + torch.linalg.solve_triangular(L.mT, u, upper=True).squeeze(-1)
+
+    def objective(u: Any) -> tuple[float, Any]:
+        z = back(u)
+        f = model.outputs(z)
+        gradient = model.residuals(f)[1] + delta * (z + d)
+        value = model.loss(f) + 0.5 * delta * (z + d).square().sum()
+        column = torch.linalg.solve_triangular(L, gradient.unsqueeze(-1), upper=False)
+        return float(value), column.squeeze(-1).cpu().numpy()
+
+    how = {"maxcor": 100, "maxiter": 100, "ftol": 1e-15, "gtol": 1e-9}
+    zero = np.zeros(len(d))
+    found = minimize(objective, zero, jac=True, method="L-BFGS-B", options=how)
+    return back(found.x)
+
+
+def leave_one_out(model: LinearModel, mode: Mode) -> FunctionValues:
+    """Return the Gaussian over the outputs at every position `(N·S, C)`, of examples
+    that are left out, by one Newton step."""
+    (N, S, C), f = mode.f.shape, mode.f
+    phi = model.rows.phi.flatten(0, 2)
+    half = torch.linalg.solve_triangular(mode.root, phi.mT, upper=False).mT
+    half = half.unflatten(0, (N, S * C))
+    A = half @ half.mT
+    eye = torch.eye(S * C, dtype=A.dtype, device=A.device)
+    root = model.curvature_roots(f, eye[:C, :C].expand(N * S, C, C))
+    curvature = (root.mT @ root).view(N, S, C, C)  # positions do not mix
+    curvature = torch.einsum("nscd,st->nsctd", curvature, eye[:S, :S])
+    V, _ = torch.linalg.solve_ex(eye - A @ curvature.reshape_as(A), A)
+    V = (V + V.mT) / 2
+    f = f + (V @ model.residuals(f)[0].flatten(1).unsqueeze(-1)).view_as(f)
+    own = torch.einsum("nscsd->nscd", V.view(N, S, C, S, C)).reshape(N * S, C, C)
+    return FunctionValues(f.flatten(0, 1), own[..., :0], own)
+
+
+# The choice
+
+
+@dataclass(frozen=True)
+class LinkLoss:
+    """Mean negative log likelihood of predictions from Gaussian outputs, for every
+    candidate by the same random numbers (`fresh_generator`)."""
 
     model: LinearModel
     link: Link
     n_samples: int
     fresh_generator: Callable[[], torch.Generator | None]
 
-    def rows(
+    def predictions(
         self, values: FunctionValues, tau: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the loss of every row, zero where there is no target, `(N·S,)`, and
-        probabilities `(N·S, C)`, None for regression; for the softmax temperature τ, or
-        the one that is set."""
-        observation, y = self.model.observation, self.model.rows.y.flatten(0, 1)
-        probabilities, parts = None, (values.mean, values.variance())
-        if not observation.family.is_regression:
-            if tau is not None:
-                observation = replace(observation, softmax_temperature=tau)
-            generator = self.fresh_generator()
-            probabilities = observation.probabilities(
-                values, self.link, self.n_samples, generator=generator
-            )
-            parts = (probabilities,)
-        known, losses = self.model.known, observation.example_losses()
-        if known is None:
-            return losses(*parts, y), probabilities
-        known, each = known.flatten(), values.mean.new_zeros(len(y))
-        each[known] = losses(*(part[known] for part in parts), y[known]).to(each)
-        return each, probabilities
+    ) -> tuple[torch.Tensor, ...]:
+        """Return probabilities `(N·S, C)` for the softmax temperature τ, or the one
+        that is set; for regression mean and variances."""
+        observation = self.model.observation
+        if observation.family.is_regression:
+            return values.mean, values.variance()
+        if tau is not None:
+            observation = replace(observation, softmax_temperature=tau)
+        how = self.link, self.n_samples
+        generator = self.fresh_generator()
+        return (observation.probabilities(values, *how, generator=generator),)
 
     def __call__(self, values: FunctionValues, tau: float = 1.0) -> float:
         """Return the mean loss, infinite where it is undefined."""
-        known, losses = self.model.known, self.rows(values, tau)[0]
-        n = len(losses) if known is None else int(known.sum())
-        loss = float(losses.sum()) / n
+        losses, y = self.model.observation.example_losses(), self.model.rows.y
+        loss = float(losses(*self.predictions(values, tau), y.flatten(0, 1)).mean())
         return math.inf if math.isnan(loss) else loss
 
     def best_temperature(
         self, values: FunctionValues, within: tuple[float, float]
     ) -> tuple[float, float]:
         """Return τ with the lowest loss, and this loss."""
-        low, high = map(math.log, within)
         found: Any = minimize_scalar(
             lambda log_tau: self(values, math.exp(log_tau)),
-            bounds=(low, high),
+            bounds=np.log(within),
             method="bounded",
             options={"xatol": 1e-3},
         )
@@ -153,38 +314,30 @@ class LinkLoss:
         return math.exp(found.x), float(found.fun)
 
 
-# The choice
-
-
-def mackay(
-    model: LinearModel, mode: Mode, n_rounds: int = 30, tolerance: float = 0.02
-) -> Mode:
+def mackay(model: LinearModel, mode: Mode) -> Mode:
     """Return the mode at MacKay's fixed point δ = γ/‖z* + d‖², γ the effective number
     of parameters, by the secant method for log δ from a first mode."""
-    previous: tuple[float, float] | None = None
-    for _ in range(n_rounds):
-        mode = find_mode(model, mode.precision, mode)
+    log_delta, slope, previous = math.log(mode.precision), -1.0, None
+    for _ in range(30):
+        mode = find_mode(model, math.exp(log_delta), mode)
         inverse = torch.cholesky_inverse(mode.root)
         freedom = len(inverse) - mode.precision * float(inverse.trace())
         square = float((mode.z + model.shift).square().sum())
         if not (freedom > 0 and square > 0):
             return mode
-        here, off = math.log(mode.precision), math.log(freedom / square)
-        off -= here
-        if abs(off) < tolerance:
+        off = math.log(freedom / square) - log_delta
+        if abs(off) < 0.02:
             return mode
-        slope = -1.0
-        if previous is not None and here != previous[0]:
-            slope = (off - previous[1]) / (here - previous[0])
-        step = -off / min(max(slope, -2.0), -0.3)
-        previous = here, off
-        mode = replace(mode, precision=math.exp(here + min(max(step, -3.0), 3.0)))
+        if previous is not None and log_delta != previous[0]:
+            slope = (off - previous[1]) / (log_delta - previous[0])
+        previous = log_delta, off
+        log_delta += min(max(-off / min(max(slope, -2.0), -0.3), -3.0), 3.0)
     warn_caller(
-        f"MacKay's fixed point was not found in {n_rounds} rounds: the prior precision "
-        f"is {mode.precision:.3g}. Set one, or use validation data.",
+        f"MacKay's fixed point was not found in 30 rounds: the prior precision is "
+        f"{mode.precision:.3g}. Set one, or use validation data.",
         NumericalWarning,
     )
-    return find_mode(model, mode.precision, mode)
+    return mode
 
 
 @dataclass(frozen=True)
@@ -224,82 +377,70 @@ class PriorChoice:
     linear_loss: float
     network_loss: float
 
-    def surpasses(self, other: PriorChoice) -> bool:
-        """Return whether the network's leave-one-out outputs can be trusted with this
-        choice of 'auto' and not with another, or the leave-one-out loss is lower."""
-        if self.rule is not other.rule:
-            return self.rule is PriorMethod.CALIBRATED
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Less is better, of choices of 'auto': whether the network's leave-one-out
+        outputs cannot be trusted, then the leave-one-out loss."""
         if self.rule is PriorMethod.CALIBRATED:
-            return self.network_loss < other.network_loss
-        return self.linear_loss < other.linear_loss
+            return False, self.network_loss
+        return True, self.linear_loss
 
 
 def choose_prior(
-    loss: LinkLoss,
-    method: PriorMethod = PriorMethod.AUTO,
-    start: float = 1.0,
+    loss: LinkLoss, method: PriorMethod = PriorMethod.AUTO, start: float = 1.0
 ) -> PriorChoice:
-    """Return prior precision, softmax temperature and the curvature at the mode.
-
-    Parameters
-    ----------
-    loss : LinkLoss
-    method : PriorMethod, default="auto"
-    start : float, default=1
-        first prior precision
-    """
+    """Return prior precision, softmax temperature and the curvature at the mode; the
+    search starts from the prior precision `start`."""
     model = loss.model
-    precision = model.training_precision
-    origin = mode_at(model, torch.zeros_like(model.shift), precision)
+    training = model.training_precision
+    origin = Mode.at(model, torch.zeros_like(model.shift), training)
     network = leave_one_out(model, origin)
-    alone = replace(network, covariance=torch.zeros_like(network.covariance))
-    tau_loo, _ = loss.best_temperature(alone.function_values(), ALONE)
+    tau_loo, _ = loss.best_temperature(replace(network, residual=None), ALONE)
     if method is PriorMethod.AUTO:
         trusted = tau_loo <= TRUSTED_TEMPERATURE
         method = PriorMethod.CALIBRATED if trusted else PriorMethod.LARGER
+    calibrated = method is PriorMethod.CALIBRATED
     mode = fixed = mackay(model, replace(origin, precision=start))
 
     def judge(mode: Mode) -> tuple[float, float, float]:
         """Return the losses of linear model and network, and the network's τ."""
-        without = leave_one_out(model, mode)
-        values = replace(network, covariance=without.covariance).function_values()
+        linear = leave_one_out(model, mode)
+        values = replace(network, residual=linear.residual)
         tau, network_loss = loss.best_temperature(values, CHOSEN)
-        return loss(without.function_values()), network_loss, tau
+        return loss(linear), network_loss, tau
 
     # From MacKay's precision upwards; downwards only where that is asked for.
-    which = 1 if method is PriorMethod.CALIBRATED else 0
     judged = {0: judge(fixed)}
     for sign in (1, -1) if method is PriorMethod.LOO else (1,):
         mode = fixed
         for i in range(sign, sign * (N_STEPS + 1), sign):
             mode = find_mode(model, fixed.precision * math.exp(i * STEP), mode)
             judged[i] = judge(mode)
-            if judged[i][which] > judged[i - sign][which]:
+            if judged[i][calibrated] > judged[i - sign][calibrated]:
                 break
     linear, by_network = ({i: judged[i][k] for i in sorted(judged)} for k in (0, 1))
-    loo = fixed.precision * math.exp(STEP * lowest(linear))
-    chosen = {
-        PriorMethod.LARGER: loo,
-        PriorMethod.CALIBRATED: fixed.precision * math.exp(STEP * lowest(by_network)),
-        PriorMethod.LOO: loo,
-        PriorMethod.MACKAY: fixed.precision,
-    }[method]
+    chosen = loo = fixed.precision * math.exp(STEP * lowest_place(linear))
+    if calibrated:
+        chosen = fixed.precision * math.exp(STEP * lowest_place(by_network))
+    elif method is PriorMethod.MACKAY:
+        chosen = fixed.precision
     mode = find_mode(model, chosen, fixed)
+    H = mode.H / model.factor
     return PriorChoice(
-        method,
-        chosen,
-        judge(mode)[2] if method is PriorMethod.CALIBRATED else 1.0,
-        model.in_the_basis(mode.H),
-        fixed.precision,
-        loo,
-        precision,
-        tau_loo,
-        min(linear.values()),
-        min(by_network.values()),
+        rule=method,
+        prior_precision=chosen,
+        softmax_temperature=judge(mode)[2] if calibrated else 1.0,
+        H=H if model.root is None else model.root @ H @ model.root.mT,
+        mackay=fixed.precision,
+        loo=loo,
+        training_precision=training,
+        network_temperature=tau_loo,
+        linear_loss=min(linear.values()),
+        network_loss=min(by_network.values()),
     )
 
 
-def lowest(losses: dict[int, float]) -> float:
+def lowest_place(losses: dict[int, float]) -> float:
     """Return the place of the minimum, by a parabola through it and its neighbours."""
     i = min(losses, key=losses.__getitem__)
     left, here, right = (losses.get(k, math.nan) for k in (i - 1, i, i + 1))
@@ -337,20 +478,28 @@ def predict_left_out(
     dtype: torch.dtype,
     network: bool = False,
 ) -> LeftOut:
-    """Return predictions without each example, for a prior precision; with the means of
-    the `network`, or of the linear model."""
-    model = loss.model
-    start = mode_at(model, torch.zeros_like(model.shift), precision)
-    without = leave_one_out(model, find_mode(model, precision, start))
+    """Return predictions without each example; with the means of the `network`, or of
+    the linear model."""
+    model, observation = loss.model, loss.model.observation
+    origin = Mode.at(model, torch.zeros_like(model.shift), precision)
+    values = leave_one_out(model, find_mode(model, precision, origin))
     if network:
-        precision = model.training_precision
-        logits = leave_one_out(model, replace(start, precision=precision)).logits
-        without = replace(without, logits=logits)
-    values = without.function_values()
-    losses, probabilities = loss.rows(values)
+        origin = replace(origin, precision=model.training_precision)
+        values = replace(values, mean=leave_one_out(model, origin).mean)
+    found, y = loss.predictions(values), model.rows.y.flatten(0, 1)
+    nll, known = (
+        values.mean.new_zeros(len(y)),
+        likelihood.observed(y, observation.family),
+    )
+    nll[slice(None) if known is None else known] = observation.example_losses()(
+        *found, y
+    )
+    mean, variance, *probabilities = (
+        positions.restore(v).to(dtype) for v in (values.mean, values.variance(), *found)
+    )
     return LeftOut(
-        positions.restore(values.mean).to(dtype),
-        positions.restore(values.variance()).to(dtype),
-        None if probabilities is None else positions.restore(probabilities).to(dtype),
-        losses.view(len(model.rows.f), -1).sum(-1),
+        mean,
+        variance,
+        None if observation.family.is_regression else probabilities[0],
+        nll.view(len(model.rows.y), -1).sum(-1),
     )

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from scipy.optimize import brentq
+from torch.nn import functional as F
 
 from laplace_ella.errors import BorderWarning, warn_caller
-from laplace_ella.metrics import IGNORED
+from laplace_ella.posterior.likelihood import observed, target_rows
+from laplace_ella.posterior.observation import Family
+from laplace_ella.support.batches import OutputLayout
 
 #: The temperatures that are looked at.
 LOWEST, HIGHEST = 1e-3, 1e3
@@ -97,24 +100,11 @@ def checked(
             f"shape {tuple(logits.shape)}. Flatten positions to rows first."
         )
     f, y = logits.detach().double(), targets.detach().to(logits.device)
-    indices = not multi_label and y.shape == f.shape[:1]
-    if not indices and y.shape != f.shape:
-        expected = "labels (N, C)" if multi_label else "classes (N,) or (N, C)"
-        raise ValueError(
-            f"targets must be {expected} for logits {tuple(logits.shape)}, got shape "
-            f"{tuple(y.shape)}."
-        )
-    if indices:
-        if y.is_floating_point():
-            raise ValueError(f"Class indices must be integers, got {y.dtype}.")
-        f, y = f[y != IGNORED], y[y != IGNORED].long()
-        if ((y < 0) | (y >= f.shape[1])).any():
-            raise ValueError(
-                f"Classes must lie between 0 and {f.shape[1] - 1} (or be {IGNORED}), "
-                f"got {int(y.min())} to {int(y.max())}."
-            )
-        y = torch.nn.functional.one_hot(y, f.shape[1])
-    y = y.double()
+    family = Family.BERNOULLI if multi_label else Family.CATEGORICAL
+    known = None if multi_label else observed(y, family)
+    if known is not None and known.shape == f.shape[:1]:
+        f, y = f[known], y[known]
+    y = target_rows(y, len(f), OutputLayout.FLAT.of(tuple(f.shape[1:])), family)
     if not f.numel():
         raise ValueError(
             "Expected at least one observed example, got none: temperature scaling "
@@ -123,11 +113,4 @@ def checked(
     if not f.isfinite().all():
         bad = int((~f.isfinite()).any(-1).sum())
         raise ValueError(f"logits of {bad} of {len(f)} examples are NaN or infinite.")
-    if not ((y >= 0) & (y <= 1)).all():  # also refuses NaN
-        raise ValueError("targets (N, C) must be probabilities between 0 and 1.")
-    if not multi_label and ((y.sum(-1) - 1).abs() > 1e-2).any():
-        raise ValueError(
-            "targets (N, C) must be class probabilities that sum to 1 per example. For "
-            "several labels per example pass multi_label=True."
-        )
-    return f, y
+    return f, (F.one_hot(y, f.shape[1]) if y.ndim == 1 else y).double()
