@@ -16,7 +16,7 @@ from torch import nn
 from laplace_ella.errors import NumericalWarning, warn_caller
 from laplace_ella.fitting.data import loader_batches
 from laplace_ella.posterior.likelihood import observed, target_rows
-from laplace_ella.posterior.observation import N_SAMPLES, Link
+from laplace_ella.posterior.observation import N_SAMPLES, FunctionValues, Link
 from laplace_ella.predictions import PredictingLaplace
 from laplace_ella.support.checks import check_positive, member, positive_int
 from laplace_ella.tuning.cache import FeatureCache
@@ -25,7 +25,6 @@ from laplace_ella.tuning.leave_one_out import (
     TRUSTED_TEMPERATURE,
     LeftOut,
     LinearModel,
-    LinkLoss,
     PriorChoice,
     PriorMethod,
     choose_prior,
@@ -287,14 +286,14 @@ class PriorTuning(PredictingLaplace):
             )
         return None if len(fit.training.f) else "takes data: call fit(train_loader)"
 
-    def _left_out_loss(
+    def _linear_model(
         self,
         what: str,
         prior: torch.Tensor,
         link_approx: Link | str | None,
         n_samples: int,
-    ) -> LinkLoss:
-        """Return the linearised model of the training data, and the loss of its
+    ) -> LinearModel:
+        """Return the linearised model of the training data, with the link of its
         predictions; of a prior that is not scalar in coordinates in which it is."""
         link = self._link(link_approx, tuning=True)
         positive_int("n_samples", n_samples)
@@ -306,9 +305,15 @@ class PriorTuning(PredictingLaplace):
                 "optimize_calibration(val_loader)."
             )
         posterior = self._posterior_with(prior) if prior.numel() > 1 else None
-        how = torch.as_tensor(self._prior_mean), self._observation, posterior
-        model = LinearModel.of(fit, rows, *how)
-        return LinkLoss(model, link, n_samples, self._fresh_generator)
+        observation = self._observation
+
+        def probabilities(values: FunctionValues, tau: float) -> torch.Tensor:
+            scaled = replace(observation, softmax_temperature=tau)
+            generator = self._fresh_generator()
+            return scaled.probabilities(values, link, n_samples, generator=generator)
+
+        how = torch.as_tensor(self._prior_mean), observation, probabilities, posterior
+        return LinearModel.of(fit, rows, *how)
 
     def _choose_left_out(
         self, method: PriorMethod, start: float, *judged_by: Any
@@ -325,28 +330,24 @@ class PriorTuning(PredictingLaplace):
         )
         if prior.numel() == 1:
             scales = [torch.ones_like(prior), *(self._scales() if normalised else ())]
-        tried = [
-            (
-                choose_prior(
-                    self._left_out_loss(name, each, *judged_by), method, start
-                ),
-                each,
-            )
-            for each in scales
+        found = [
+            choose_prior(self._linear_model(name, scale, *judged_by), method, start)
+            for scale in scales
         ]
-        found, scale = min(tried, key=lambda each: each[0].rank)
-        if normalised and found.rule is PriorMethod.LARGER:
+        best = min(range(len(found)), key=lambda i: found[i].rank)
+        choice = found[best]
+        if normalised and choice.rule is PriorMethod.LARGER:
             warn_caller(
                 "Leave-one-out does not tell how this network with normalisation "
                 "layers errs on new data: the best softmax temperature of its outputs "
-                f"without each example is {found.network_temperature:.3g}, trusted up "
+                f"without each example is {choice.network_temperature:.3g}, trusted up "
                 f"to {TRUSTED_TEMPERATURE:g}, and the mean loss of the linearised "
-                f"model is {found.linear_loss:.3g}. Predictions may be worse than the "
+                f"model is {choice.linear_loss:.3g}. Predictions may be worse than the "
                 "network's. Use optimize_calibration(val_loader), with validation data "
                 "or laplace_ella.augmented_validation(train_loader).",
                 NumericalWarning,
             )
-        return found, scale
+        return choice, scales[best]
 
     def _scales(self) -> list[torch.Tensor]:
         """Return the inverse mean square of each tensor's weights, less the prior mean,
@@ -406,8 +407,6 @@ class PriorTuning(PredictingLaplace):
         judged_by = "leave_one_out()", prior, link_approx, n_samples
         precision = float(prior) if prior.numel() == 1 else 1.0
         with torch.inference_mode(False), torch.no_grad():
-            loss, positions = (
-                self._left_out_loss(*judged_by),
-                self._layout.of(fit.output_shape),
-            )
-            return predict_left_out(loss, precision, positions, fit.mean.dtype, network)
+            model = self._linear_model(*judged_by)
+            how = self._layout.of(fit.output_shape), fit.mean.dtype, network
+            return predict_left_out(model, precision, *how)

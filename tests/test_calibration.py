@@ -323,11 +323,10 @@ def test_precision_outside_the_basis_is_chosen_too(digits):
 # --- what validation data cannot tell ------------------------------------------------
 
 
-def of_class(la, loader, n, right):
-    """The first n validation examples that the network gets right, or wrong."""
-    cache = la.cache_features(loader)
+def of_class(cache, n, right):
+    """Positions of the first n examples that the network gets right, or wrong."""
     chosen = (cache.f_mu.argmax(-1) == cache.targets) == right
-    return cache[chosen.nonzero().squeeze(1)[:n]]
+    return chosen.nonzero().squeeze(1)[:n]
 
 
 @pytest.mark.parametrize("link", ["probit", "mc"])
@@ -335,7 +334,8 @@ def test_sixteen_examples_that_are_all_right_change_nothing(digits, link):
     """τ would run to .001; the settings are kept, with a warning that says so."""
     la = fitted(digits, prior_precision=7.0, temperature=3.0)
     la.softmax_temperature = 1.4
-    val, test = of_class(la, digits[1][1], 16, True), la.cache_features(digits[1][2])
+    val, test = (la.cache_features(loader) for loader in digits[1][1:])
+    val = val[of_class(val, 16, True)]
     before = loss(la, test, link)
     with pytest.warns(BorderWarning, match="16 validation examples cannot tell") as got:
         chosen = la.optimize_calibration(val, link)
@@ -352,13 +352,10 @@ def test_sixteen_examples_that_are_all_right_change_nothing(digits, link):
 def test_few_examples_do_not_sharpen(digits):
     """Nearly all are right: the predictions become no surer than the network's."""
     la = fitted(digits)
-    test = la.cache_features(digits[1][2])
+    all_, test = (la.cache_features(loader) for loader in digits[1][1:])
     for n_wrong in (0, 1):
-        parts = [of_class(la, digits[1][1], 40, True)]
-        parts += [of_class(la, digits[1][1], n_wrong, False)] * (n_wrong > 0)
-        # a wrong one that is hardly wrong
-        parts[-1] = parts[-1] if not n_wrong else parts[-1][:1]
-        val = FeatureCache.concatenate(parts)
+        right, wrong = of_class(all_, 40, True), of_class(all_, n_wrong, False)
+        val = all_[torch.cat([right, wrong])]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BorderWarning)
             chosen = la.optimize_calibration(val)

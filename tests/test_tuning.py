@@ -595,20 +595,14 @@ def test_a_cache_is_saved_moved_and_cut(tmp_path):
     case = make(CLASSIFICATION)
     la = fit(case, complement="prior")
     cache = FeatureCache.from_loader(la, validation(case))
-    cache.save(tmp_path / "cache.pt")
-    again = FeatureCache.load(tmp_path / "cache.pt").to("cpu")
-    expected = la.predict_from_cache(cache)
-    assert_close(la.predict_from_cache(again), expected)
-    halves = FeatureCache.concatenate([cache[:4], cache[torch.arange(4, 9)]])
-    assert_close(la.predict_from_cache(halves), expected)
+    torch.save(vars(cache), tmp_path / "cache.pt")
+    again = FeatureCache(**torch.load(tmp_path / "cache.pt")).to("cpu")
+    assert_close(la.predict_from_cache(again), la.predict_from_cache(cache))
     assert [len(part) for part in cache.batches(4)] == [4, 4, 1]
     la.truncate(4)
     x = validation(case).dataset.tensors[0]
     assert_close(la.predict_from_cache(cache), la(x))
     assert_close(la.predict_from_cache(cache.truncate(4)), la(x))
-    torch.save({"f_mu": cache.f_mu}, tmp_path / "wrong.pt")
-    with pytest.raises(ValueError, match="is not a feature cache"):
-        FeatureCache.load(tmp_path / "wrong.pt")
 
 
 def test_a_cache_of_something_else_is_refused():
@@ -620,8 +614,6 @@ def test_a_cache_of_something_else_is_refused():
     other = fit(case, complement="prior", subsample_size=9, seed=3)
     with pytest.raises(ValueError, match="another basis"):
         other.predict_from_cache(cache)
-    with pytest.raises(ValueError, match="different bases"):
-        FeatureCache.concatenate([cache, FeatureCache.from_loader(other, loader)])
     la.prior_precision = priors(case)["layerwise"]
     with pytest.raises(ValueError, match=r"any scalar prior.*one prior of 4 values"):
         la.predict_from_cache(cache)
@@ -629,8 +621,6 @@ def test_a_cache_of_something_else_is_refused():
     assert_close(la.predict_from_cache(layered), la(loader.dataset.tensors[0]))
     with pytest.raises(ValueError, match="cannot be truncated"):
         layered.truncate(2)
-    with pytest.raises(ValueError, match="got no cache"):
-        FeatureCache.concatenate([])
     with pytest.raises(ValueError, match="yielded no batch"):
         la.cache_features([])
     x = torch.full((2, 3), math.nan).double()

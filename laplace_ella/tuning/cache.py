@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +68,8 @@ class FeatureCache:
     ...     mean, variance = la.predict_from_cache(cache, diagonal_output=True)
     >>> variance.shape
     torch.Size([9, 1])
+    >>> torch.save(vars(cache), "cache.pt")  # doctest: +SKIP
+    >>> cache = FeatureCache(**torch.load("cache.pt"))  # doctest: +SKIP
     """
 
     f_mu: torch.Tensor
@@ -86,29 +87,10 @@ class FeatureCache:
         """Return the features of a loader's examples under the posterior of `la`."""
         return la.cache_features(loader, progress_bar)
 
-    @classmethod
-    def concatenate(cls, caches: Sequence[FeatureCache]) -> FeatureCache:
-        """Return one cache of several that were made with the same basis and prior."""
-        if not caches:
-            raise ValueError("There is nothing to concatenate: got no cache.")
-        first = caches[0]
-        for other in caches[1:]:
-            if not _same(first.spectrum, other.spectrum):
-                raise ValueError("The caches were made with different bases.")
-            if not _same(first.prior, other.prior):
-                raise ValueError("The caches were made for different priors.")
-            if first.top_outputs != other.top_outputs:
-                raise ValueError("The caches were made with different top_outputs.")
-
-        def whole(name: str, _: torch.Tensor) -> torch.Tensor:
-            return torch.cat([getattr(cache, name) for cache in caches])
-
-        return first._with(whole)
-
     def _with(
         self,
         change: Callable[[str, torch.Tensor], torch.Tensor],
-        names: Sequence[str] = _ROWS,
+        names: Iterable[str] = _ROWS,
     ) -> FeatureCache:
         """Return the cache with other tensors, by their names and what they were."""
         tensors = {name: getattr(self, name) for name in names}
@@ -222,24 +204,7 @@ class FeatureCache:
 
     def to(self, device: torch.device | str) -> FeatureCache:
         """Return the cache on another device."""
-        return self._with(lambda _, t: t.to(device), list(vars(self)))
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write to a file that `load` reads, on any device."""
-        torch.save(vars(self), path)
-
-    @classmethod
-    def load(
-        cls, path: str | PathLike[str], device: torch.device | str = "cpu"
-    ) -> FeatureCache:
-        """Return what `save` wrote; nothing in the file is executed."""
-        tensors = torch.load(path, map_location=device, weights_only=True)
-        try:
-            return cls(**tensors)
-        except TypeError as error:
-            raise ValueError(
-                f"{path} is not a feature cache: {error}. Make it again."
-            ) from error
+        return self._with(lambda _, t: t.to(device), vars(self))
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -256,7 +221,8 @@ def cache_batches(
     batches: Iterable[tuple[Any, torch.Tensor]],
 ) -> FeatureCache:
     """Return features and targets of all batches (inputs on the device, targets)."""
-    caches, finite = [], []
+    rows: list[tuple[Any, ...]] = []
+    finite: list[torch.Tensor] = []
     spectrum, prior = posterior.basis.eigenvalues, posterior.prior_of_gradients
     for x, y in batches:
         parts = [
@@ -268,22 +234,24 @@ def cache_batches(
         targets = target_rows(y, n_examples, positions, observation.family)
         targets = targets.to(parts[0].f.device)
         for part, own in zip(parts, targets.split(sizes), strict=True):
-            tensors = (part.f, part.phi, part.residual)
-            every = [t.isfinite().all() for t in tensors if t is not None]
-            finite.append(torch.stack(every).all())
-            f, phi, residual = tensors
-            cache = FeatureCache(f, phi, own, residual, spectrum, prior, part.outputs)
+            tensors = [t for t in (part.f, part.phi, part.residual) if t is not None]
+            finite.append(torch.stack([t.isfinite().all() for t in tensors]).all())
+            row = (part.f, part.phi, own, part.residual, part.outputs)
             known = observed(own, observation.family)
             if known is not None and positions.shape:
-                cache = cache[known]
-            caches.append(cache)
+                row = tuple(None if t is None else t[known] for t in row)
+            rows.append(row)
     check_finite(finite, "outputs or features", "of the validation data")
-    if not caches:
+    if not rows:
         raise ValueError("The loader yielded no batch; there is nothing to cache.")
-    whole = FeatureCache.concatenate(caches)
-    if not len(whole):
+    whole: list[Any] = [
+        None if column[0] is None else torch.cat(column)
+        for column in zip(*rows, strict=True)
+    ]
+    f, phi, y, residual, outputs = whole
+    if not len(f):
         raise ValueError(
             f"No position has a target, all are {IGNORED}; there is nothing to cache "
             "or compare with."
         )
-    return whole
+    return FeatureCache(f, phi, y, residual, spectrum, prior, outputs)

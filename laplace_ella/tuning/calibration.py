@@ -152,22 +152,15 @@ def search_calibration(
 def standard_errors(
     losses: torch.Tensor, reference: int, unseen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the standard errors `(S,)` of the mean losses' differences to one of them.
+    """Return the standard errors `(S,)` of the differences of mean losses `(S, N)` to
+    those of the setting `reference`.
 
-    The differences scatter as they do among the N examples, and by one example more:
-    that N predictions are right does not tell that the next one is. `unseen` has its
-    loss, the mean over the inputs and over all C labels alike. It is the pseudo-example
-    of Laplace's rule of succession (and of Platt's scaling): a setting that would be
-    ruined by one example in N + 1 is not told from others by N that are right.
-
-    Parameters
-    ----------
-    losses : torch.Tensor
-        `(S, N)`, per setting and example
-    reference : int
-        the setting that the others are compared with
-    unseen : torch.Tensor, optional
-        `(S,)`, the loss of the example more; none for regression
+    They scatter as they do among the N examples, and by one example more: that N
+    predictions are right does not tell that the next one is. Its loss `unseen` `(S,)`,
+    for classification, is the mean over the inputs and over all C labels alike. It is
+    the pseudo-example of Laplace's rule of succession (and of Platt's scaling): a
+    setting that would be ruined by one example in N + 1 is not told from others by N
+    that are right.
     """
     if unseen is not None:
         losses = torch.cat([losses, unseen.unsqueeze(-1)], -1)
@@ -191,12 +184,6 @@ def choose(
     Of the settings within one standard error of the best, and with a mean loss of at
     most `at_most`: the one that sharpens predictions least (a scale below 1), then with
     the posterior's share nearest to `USUAL_SHARE`, then with T nearest to 1.
-
-    Examples
-    --------
-    >>> losses = torch.tensor([[0.2, 0.4, 0.2, 0.4], [0.21, 0.38, 0.22, 0.41]])
-    >>> choose(losses, taus=[1.0, 1.1], shares=[0.0, 0.1], temperatures=[1.0, 1.0])
-    1
     """
     mean = losses.mean(-1)
     if not mean.isfinite().any():
@@ -216,14 +203,14 @@ def choose(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """How much predictions are softened, and by what, in the module's coordinates; the
-    posterior and T for that, the losses of all examples `(N,)`, float64, and that of
-    one unseen."""
+    """How much predictions are softened, and by what, in the module's coordinates; δ,
+    α and T for that, the losses of all examples `(N,)`, and that of one unseen."""
 
     scale: float
     share: float
     shape: tuple[float, ...]
-    posterior: SubspacePosterior
+    prior: float
+    complement: Complement | float
     temperature: float
     losses: torch.Tensor
     unseen: torch.Tensor
@@ -248,18 +235,10 @@ class _Candidate:
 class _Search:
     """The search of one posterior's settings.
 
-    Attributes
-    ----------
-    posterior, validator : SubspacePosterior and Validator
-        rotated where that makes candidates cheap
-    axes : tuple
-        of the shape: name, lowest and highest value of its log10
-    factor_at_one : float
-        1/σ², by which the curvature is multiplied for T = 1 and the noise as it is
-    floor : float
-        least scale: 1, unless the data insist on less
-    unit_variances : dict
-        by shape, the mean variance for the prior precision 1
+    `axes` are those of the shape: name, lowest and highest value of its log10. 1/σ² is
+    `factor_at_one`, by which the curvature is multiplied for T = 1 and the noise as it
+    is. No scale is below `floor`: 1, unless the data insist on less. `unit_variances`
+    are the mean variances for the prior precision 1, by shape.
     """
 
     posterior: SubspacePosterior
@@ -331,15 +310,15 @@ class _Search:
             observation = replace(observation, softmax_temperature=base)
         validator = replace(self.validator, observation=observation)
         losses = validator.example_losses(posterior, unseen=True)
-        return _Candidate(
-            scale, share, shape, posterior, temperature, losses[:-1], losses[-1]
-        )
+        settings = float(posterior.prior), posterior.complement, temperature
+        return _Candidate(scale, share, shape, *settings, losses[:-1], losses[-1])
 
     def choose(self, found: Sequence[_Candidate], at_most: float) -> _Candidate:
+        """Return the one to take; the factor of the noise is no temperature."""
+        taus = [1.0 if self.is_regression else each.base for each in found]
         chosen = choose(
             torch.stack([each.losses for each in found]),
-            # The factor of the noise is no temperature: none is preferred.
-            [1.0 if self.is_regression else each.base for each in found],
+            taus,
             [each.share for each in found],
             [each.temperature for each in found],
             torch.stack([each.unseen for each in found]),
@@ -414,8 +393,8 @@ class _Search:
         return Calibration(
             softmax_temperature=1.0 if self.is_regression else chosen.base,
             temperature=chosen.temperature,
-            prior_precision=float(chosen.posterior.prior),
-            complement=_number(chosen.posterior.complement),
+            prior_precision=chosen.prior,
+            complement=_number(chosen.complement),
             sigma_noise=tuple(noise.tolist()) if self.is_regression else (),
             share=chosen.share,
             loss=chosen.loss,

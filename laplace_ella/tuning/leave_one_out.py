@@ -32,7 +32,7 @@ from scipy.optimize import minimize, minimize_scalar
 from laplace_ella.errors import NumericalWarning, warn_caller
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.fit import Fit, TrainingRows
-from laplace_ella.posterior.observation import FunctionValues, Link, ObservationModel
+from laplace_ella.posterior.observation import FunctionValues, ObservationModel
 from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.support.batches import Positions
 
@@ -103,6 +103,9 @@ class LinearModel:
     square_distance : float
         (θ̂ − μ₀)ᵀD(θ̂ − μ₀) over all parameters, for D with δ = 1
     observation : ObservationModel
+    probabilities : callable
+        returns probabilities `(N·S, C)` of Gaussian outputs for a softmax temperature,
+        for every candidate by the same random numbers
     root : torch.Tensor, optional
         L `(K, K)`: z is Lᵀ times the coordinates in the basis; the identity if None
     """
@@ -111,6 +114,7 @@ class LinearModel:
     shift: torch.Tensor
     square_distance: float
     observation: ObservationModel
+    probabilities: Callable[[FunctionValues, float], torch.Tensor]
     root: torch.Tensor | None = None
 
     @classmethod
@@ -120,6 +124,7 @@ class LinearModel:
         rows: TrainingRows,
         prior_mean: torch.Tensor,
         observation: ObservationModel,
+        probabilities: Callable[[FunctionValues, float], torch.Tensor],
         posterior: SubspacePosterior | None = None,
     ) -> LinearModel:
         """Return the model of an exact fit; the precision of its prior is δ, or δ times
@@ -132,7 +137,8 @@ class LinearModel:
             phi = torch.linalg.solve_triangular(L.mT, phi, upper=True, left=False)
             square, shift = square * posterior.prior_diagonal().double(), L.mT @ shift
         rows = TrainingRows(rows.f.double(), phi, rows.y)
-        return cls(rows, shift, float(square.sum()), observation, L)
+        found = rows, shift, float(square.sum()), observation
+        return cls(*found, probabilities, L)
 
     @property
     def factor(self) -> torch.Tensor:
@@ -268,52 +274,6 @@ def leave_one_out(model: LinearModel, mode: Mode) -> FunctionValues:
 # The choice
 
 
-@dataclass(frozen=True)
-class LinkLoss:
-    """Mean negative log likelihood of predictions from Gaussian outputs, for every
-    candidate by the same random numbers (`fresh_generator`)."""
-
-    model: LinearModel
-    link: Link
-    n_samples: int
-    fresh_generator: Callable[[], torch.Generator | None]
-
-    def predictions(
-        self, values: FunctionValues, tau: float | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """Return probabilities `(N·S, C)` for the softmax temperature τ, or the one
-        that is set; for regression mean and variances."""
-        observation = self.model.observation
-        if observation.family.is_regression:
-            return values.mean, values.variance()
-        if tau is not None:
-            observation = replace(observation, softmax_temperature=tau)
-        how = self.link, self.n_samples
-        generator = self.fresh_generator()
-        return (observation.probabilities(values, *how, generator=generator),)
-
-    def __call__(self, values: FunctionValues, tau: float = 1.0) -> float:
-        """Return the mean loss, infinite where it is undefined."""
-        losses, y = self.model.observation.example_losses(), self.model.rows.y
-        loss = float(losses(*self.predictions(values, tau), y.flatten(0, 1)).mean())
-        return math.inf if math.isnan(loss) else loss
-
-    def best_temperature(
-        self, values: FunctionValues, within: tuple[float, float]
-    ) -> tuple[float, float]:
-        """Return τ with the lowest loss, and this loss."""
-        found: Any = minimize_scalar(
-            lambda log_tau: self(values, math.exp(log_tau)),
-            bounds=np.log(within),
-            method="bounded",
-            options={"xatol": 1e-3},
-        )
-        at_low = self(values, within[0])  # which the search does not reach
-        if at_low <= found.fun:
-            return within[0], at_low
-        return math.exp(found.x), float(found.fun)
-
-
 def mackay(model: LinearModel, mode: Mode) -> Mode:
     """Return the mode at MacKay's fixed point δ = γ/‖z* + d‖², γ the effective number
     of parameters, by the secant method for log δ from a first mode."""
@@ -386,16 +346,39 @@ class PriorChoice:
         return True, self.linear_loss
 
 
+def best_temperature(
+    model: LinearModel, values: FunctionValues, within: tuple[float, float]
+) -> tuple[float, float]:
+    """Return τ with the lowest loss of Gaussian outputs, and this loss."""
+    found: Any = minimize_scalar(
+        lambda log_tau: link_loss(model, values, math.exp(log_tau)),
+        bounds=np.log(within),
+        method="bounded",
+        options={"xatol": 1e-3},
+    )
+    at_low = link_loss(model, values, within[0])  # which the search does not reach
+    if at_low <= found.fun:
+        return within[0], at_low
+    return math.exp(found.x), float(found.fun)
+
+
+def link_loss(model: LinearModel, values: FunctionValues, tau: float = 1.0) -> float:
+    """Return the mean negative log likelihood of Gaussian outputs of a classifier,
+    infinite where it is undefined."""
+    losses, y = model.observation.example_losses(), model.rows.y.flatten(0, 1)
+    loss = float(losses(model.probabilities(values, tau), y).mean())
+    return math.inf if math.isnan(loss) else loss
+
+
 def choose_prior(
-    loss: LinkLoss, method: PriorMethod = PriorMethod.AUTO, start: float = 1.0
+    model: LinearModel, method: PriorMethod = PriorMethod.AUTO, start: float = 1.0
 ) -> PriorChoice:
     """Return prior precision, softmax temperature and the curvature at the mode; the
     search starts from the prior precision `start`."""
-    model = loss.model
     training = model.training_precision
     origin = Mode.at(model, torch.zeros_like(model.shift), training)
     network = leave_one_out(model, origin)
-    tau_loo, _ = loss.best_temperature(replace(network, residual=None), ALONE)
+    tau_loo, _ = best_temperature(model, replace(network, residual=None), ALONE)
     if method is PriorMethod.AUTO:
         trusted = tau_loo <= TRUSTED_TEMPERATURE
         method = PriorMethod.CALIBRATED if trusted else PriorMethod.LARGER
@@ -406,8 +389,8 @@ def choose_prior(
         """Return the losses of linear model and network, and the network's τ."""
         linear = leave_one_out(model, mode)
         values = replace(network, residual=linear.residual)
-        tau, network_loss = loss.best_temperature(values, CHOSEN)
-        return loss(linear), network_loss, tau
+        tau, network_loss = best_temperature(model, values, CHOSEN)
+        return link_loss(model, linear), network_loss, tau
 
     # From MacKay's precision upwards; downwards only where that is asked for.
     judged = {0: judge(fixed)}
@@ -472,7 +455,7 @@ class LeftOut:
 
 
 def predict_left_out(
-    loss: LinkLoss,
+    model: LinearModel,
     precision: float,
     positions: Positions,
     dtype: torch.dtype,
@@ -480,13 +463,17 @@ def predict_left_out(
 ) -> LeftOut:
     """Return predictions without each example; with the means of the `network`, or of
     the linear model."""
-    model, observation = loss.model, loss.model.observation
-    origin = Mode.at(model, torch.zeros_like(model.shift), precision)
-    values = leave_one_out(model, find_mode(model, precision, origin))
+    origin, observation = torch.zeros_like(model.shift), model.observation
+    start = Mode.at(model, origin, precision)
+    values = leave_one_out(model, find_mode(model, precision, start))
     if network:
-        origin = replace(origin, precision=model.training_precision)
-        values = replace(values, mean=leave_one_out(model, origin).mean)
-    found, y = loss.predictions(values), model.rows.y.flatten(0, 1)
+        start = replace(start, precision=model.training_precision)
+        values = replace(values, mean=leave_one_out(model, start).mean)
+    y, found = model.rows.y.flatten(0, 1), (values.mean, values.variance())
+    in_shape = [positions.restore(v).to(dtype) for v in found]
+    if not observation.family.is_regression:
+        found = (model.probabilities(values, observation.softmax_temperature),)
+        in_shape.append(positions.restore(found[0]).to(dtype))
     nll, known = (
         values.mean.new_zeros(len(y)),
         likelihood.observed(y, observation.family),
@@ -494,12 +481,6 @@ def predict_left_out(
     nll[slice(None) if known is None else known] = observation.example_losses()(
         *found, y
     )
-    mean, variance, *probabilities = (
-        positions.restore(v).to(dtype) for v in (values.mean, values.variance(), *found)
-    )
-    return LeftOut(
-        mean,
-        variance,
-        None if observation.family.is_regression else probabilities[0],
-        nll.view(len(model.rows.y), -1).sum(-1),
-    )
+    mean, variance, probabilities = [*in_shape, None][:3]
+    nll = nll.view(len(model.rows.y), -1).sum(-1)
+    return LeftOut(mean, variance, probabilities, nll)
