@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from laplace.utils.enums import TuningMethod
 
@@ -53,7 +52,7 @@ class TunableLaplace(PriorTuning):
         judged = val_loader, loss, link_approx, n_samples, progress_bar
         search = partial(search_temperature, posterior, self.n_data)
         what = "optimize_temperature()"
-        self.temperature = self._search(what, posterior, *judged, search)
+        self.temperature = self._search(what, posterior, search, *judged)
 
     def optimize_calibration(
         self,
@@ -98,7 +97,7 @@ class TunableLaplace(PriorTuning):
             posterior = posterior.with_(complement=1.0)
         judged = val_loader, None, link_approx, n_samples, progress_bar
         search, what = partial(search_calibration, posterior), "optimize_calibration()"
-        calibration = self._search(what, posterior, *judged, search)
+        calibration = self._search(what, posterior, search, *judged)
         if calibration.kept:
             return calibration
         self.prior_precision = calibration.prior_precision
@@ -189,10 +188,9 @@ class TunableLaplace(PriorTuning):
                 {"rank": k, "log_marginal_likelihood": value}
                 for k, value in enumerate(evidence, start=1)
             ]
-        candidates = range(1, self.rank + 1) if ranks is None else sorted(ranks)
-        whole = all(isinstance(k, (int, np.integer)) for k in candidates)
-        within = whole and candidates and 1 <= candidates[0]
-        if not within or candidates[-1] > self.rank:
+        every = range(1, self.rank + 1)
+        candidates = every if ranks is None else sorted(ranks)
+        if not candidates or not set(candidates) <= set(every):
             raise ValueError(
                 f"ranks must be some of 1..{self.rank}, got {list(candidates)}; fit "
                 "with a larger n_eigenvalues for larger ones."
@@ -203,7 +201,7 @@ class TunableLaplace(PriorTuning):
             losses = [validator(posterior.truncate(k)) for k in candidates]
             return lowest(candidates, losses), losses
 
-        rank, losses = self._search("optimize_rank()", posterior, *judged, search)
+        rank, losses = self._search("optimize_rank()", posterior, search, *judged)
         self.truncate(rank)
         return [
             {"rank": k, "loss": value}

@@ -93,18 +93,18 @@ class PriorTuning(PredictingLaplace):
         self,
         what: str,
         posterior: SubspacePosterior,
-        data: Any,
-        loss: Loss | None,
-        link_approx: Link | str | None,
-        n_samples: int,
-        progress_bar: bool,
         search: Callable[[Validator], T],
+        data: Any,
+        *judged_by: Any,
     ) -> T:
         """Return what a search by the validation loss of a posterior finds, and keep
-        the link. The processes search together; with a cache each works alone."""
+        the link. The processes search together; with a cache each works alone.
+
+        `judged_by` are loss, link, number of samples and progress bar.
+        """
         alone = data is None or isinstance(data, FeatureCache)
-        judged = posterior, data, loss, link_approx, n_samples, progress_bar
         with nullcontext() if alone else self._working(what) as processes:
+            judged = posterior, data, *judged_by
             validator = self._validator(*judged, processes=processes)
             found = search(validator)
             if processes is not None:  # rounding may differ between machines
@@ -220,7 +220,7 @@ class PriorTuning(PredictingLaplace):
                 posterior = self._posterior_with(grid[:1].to(self.H))
                 judged = val_loader, loss, link_approx, n_samples, progress_bar
                 search = partial(search_prior, posterior, grid, progress_bar)
-                chosen = self._search(what, posterior, *judged, search)
+                chosen = self._search(what, posterior, search, *judged)
             self.prior_precision = chosen
         elif val_loader is not None:
             warn_caller(

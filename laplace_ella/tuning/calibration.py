@@ -150,41 +150,32 @@ def search_calibration(
 
 
 def standard_errors(
-    losses: torch.Tensor, reference: int, unseen: torch.Tensor | None = None
+    losses: torch.Tensor, reference: int, unseen: torch.Tensor
 ) -> torch.Tensor:
     """Return the standard errors `(S,)` of the differences of mean losses `(S, N)` to
     those of the setting `reference`.
 
     They scatter as they do among the N examples, and by one example more: that N
-    predictions are right does not tell that the next one is. Its loss `unseen` `(S,)`,
-    for classification, is the mean over the inputs and over all C labels alike. It is
+    predictions are right does not tell that the next one is. Its loss `unseen` `(S,)`
+    is the mean over the inputs and, for classification, over all C labels alike. It is
     the pseudo-example of Laplace's rule of succession (and of Platt's scaling): a
     setting that would be ruined by one example in N + 1 is not told from others by N
     that are right.
     """
-    if unseen is not None:
-        losses = torch.cat([losses, unseen.unsqueeze(-1)], -1)
-    n = losses.shape[-1]
+    losses = torch.cat([losses, unseen.unsqueeze(-1)], -1)
     differences = losses - losses[reference]
-    if n < 2:
-        return torch.full_like(losses[:, 0], math.inf)
-    return differences.std(-1) / math.sqrt(n)
+    return differences.std(-1) / math.sqrt(losses.shape[-1])
 
 
 def choose(
     losses: torch.Tensor,
-    taus: Sequence[float],
-    shares: Sequence[float],
-    temperatures: Sequence[float],
-    unseen: torch.Tensor | None = None,
+    unseen: torch.Tensor,
+    keys: Sequence[tuple[float, ...]],
     at_most: float = math.inf,
 ) -> int:
-    """Return the index of the setting to take, of S whose losses are known.
-
-    Of the settings within one standard error of the best, and with a mean loss of at
-    most `at_most`: the one that sharpens predictions least (a scale below 1), then with
-    the posterior's share nearest to `USUAL_SHARE`, then with T nearest to 1.
-    """
+    """Return the index of the setting to take, of S with losses `(S, N)` and `(S,)`: of
+    those within one standard error of the best, and with a mean loss of at most
+    `at_most`, the one with the lowest key."""
     mean = losses.mean(-1)
     if not mean.isfinite().any():
         raise ValueError(
@@ -192,13 +183,9 @@ def choose(
             "so none can be chosen; nothing was changed. Check the validation data."
         )
     best = int(mean.nan_to_num(math.inf).argmin())
-    errors = standard_errors(losses, best, unseen)
-    good = (mean - mean[best] <= errors) & (mean <= at_most)
-    keys = [
-        (max(0.5 * math.log((1 - s) / tau**2), 0.0), abs(s - USUAL_SHARE), abs(log_T))
-        for tau, s, log_T in zip(taus, shares, map(math.log, temperatures), strict=True)
-    ]
-    return min({best, *good.nonzero().flatten().tolist()}, key=keys.__getitem__)
+    good = mean - mean[best] <= standard_errors(losses, best, unseen)
+    good = (good & (mean <= at_most)).nonzero().flatten().tolist()
+    return min({best, *good}, key=keys.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -314,17 +301,20 @@ class _Search:
         return _Candidate(scale, share, shape, *settings, losses[:-1], losses[-1])
 
     def choose(self, found: Sequence[_Candidate], at_most: float) -> _Candidate:
-        """Return the one to take; the factor of the noise is no temperature."""
-        taus = [1.0 if self.is_regression else each.base for each in found]
-        chosen = choose(
-            torch.stack([each.losses for each in found]),
-            taus,
-            [each.share for each in found],
-            [each.temperature for each in found],
-            torch.stack([each.unseen for each in found]),
-            at_most,
-        )
-        return found[chosen]
+        """Return the one that sharpens predictions least (a scale below 1; the factor
+        of the noise is none), then with the posterior's share nearest to `USUAL_SHARE`,
+        then with T nearest to 1, of those that are as good as the best."""
+        keys = [
+            (
+                0.0 if self.is_regression else max(-math.log(each.scale), 0.0),
+                abs(each.share - USUAL_SHARE),
+                abs(math.log(each.temperature)),
+            )
+            for each in found
+        ]
+        losses = torch.stack([each.losses for each in found])
+        unseen = torch.stack([each.unseen for each in found])
+        return found[choose(losses, unseen, keys, at_most)]
 
     def scaling(self) -> float:
         """Return the scale of temperature scaling, or of the noise alone."""

@@ -102,10 +102,11 @@ class LinearModel:
         d `(K,)`: the prior of z is N(−d, δ⁻¹)
     square_distance : float
         (θ̂ − μ₀)ᵀD(θ̂ − μ₀) over all parameters, for D with δ = 1
+    factor : torch.Tensor
+        1/(σ²T), a scalar or one per output `(C,)`
     observation : ObservationModel
     probabilities : callable
-        returns probabilities `(N·S, C)` of Gaussian outputs for a softmax temperature,
-        for every candidate by the same random numbers
+        of Gaussian outputs for a softmax temperature, by the same random numbers
     root : torch.Tensor, optional
         L `(K, K)`: z is Lᵀ times the coordinates in the basis; the identity if None
     """
@@ -113,6 +114,7 @@ class LinearModel:
     rows: TrainingRows
     shift: torch.Tensor
     square_distance: float
+    factor: torch.Tensor
     observation: ObservationModel
     probabilities: Callable[[FunctionValues, float], torch.Tensor]
     root: torch.Tensor | None = None
@@ -137,18 +139,9 @@ class LinearModel:
             phi = torch.linalg.solve_triangular(L.mT, phi, upper=True, left=False)
             square, shift = square * posterior.prior_diagonal().double(), L.mT @ shift
         rows = TrainingRows(rows.f.double(), phi, rows.y)
-        found = rows, shift, float(square.sum()), observation
-        return cls(*found, probabilities, L)
-
-    @property
-    def factor(self) -> torch.Tensor:
-        """1/(σ²T), a scalar or one per output `(C,)`."""
-        observation = self.observation
-        return 1 / (observation.sigma_noise.double().square() * observation.temperature)
-
-    def outputs(self, z: torch.Tensor) -> torch.Tensor:
-        """Return f̂ + φz `(N, S, C)`."""
-        return self.rows.f + self.rows.phi @ z
+        noise = observation.sigma_noise.double().square() * observation.temperature
+        found = rows, shift, float(square.sum()), 1 / noise
+        return cls(*found, observation, probabilities, L)
 
     def loss(self, f: torch.Tensor) -> torch.Tensor:
         """Return the negative log likelihood of outputs, up to a constant."""
@@ -193,7 +186,7 @@ class Mode:
     @classmethod
     def at(cls, model: LinearModel, z: torch.Tensor, precision: float) -> Mode:
         """Return z as if it were the mode: that of the network is z = 0."""
-        f = model.outputs(z)
+        f = model.rows.f + model.rows.phi @ z
         psi = model.curvature_roots(f, model.rows.phi.flatten(0, 1)).flatten(0, 1)
         return cls(precision, z, f, psi.mT @ psi)
 
@@ -240,9 +233,9 @@ def _descend(model: LinearModel, start: Mode) -> torch.Tensor:
 
     def objective(u: Any) -> tuple[float, Any]:
         z = back(u)
-        f = model.outputs(z)
-        gradient = model.residuals(f)[1] + delta * (z + d)
-        value = model.loss(f) + 0.5 * delta * (z + d).square().sum()
+        f, distance = model.rows.f + model.rows.phi @ z, z + d
+        gradient = model.residuals(f)[1] + delta * distance
+        value = model.loss(f) + 0.5 * delta * distance.square().sum()
         column = torch.linalg.solve_triangular(L, gradient.unsqueeze(-1), upper=False)
         return float(value), column.squeeze(-1).cpu().numpy()
 
@@ -401,12 +394,11 @@ def choose_prior(
             judged[i] = judge(mode)
             if judged[i][calibrated] > judged[i - sign][calibrated]:
                 break
-    linear, by_network = ({i: judged[i][k] for i in sorted(judged)} for k in (0, 1))
-    chosen = loo = fixed.precision * math.exp(STEP * lowest_place(linear))
-    if calibrated:
-        chosen = fixed.precision * math.exp(STEP * lowest_place(by_network))
-    elif method is PriorMethod.MACKAY:
-        chosen = fixed.precision
+    (loo, linear_loss), (by_network, network_loss) = (
+        lowest_place({i: each[k] for i, each in judged.items()}) for k in (0, 1)
+    )
+    step = by_network if calibrated else 0.0 if method is PriorMethod.MACKAY else loo
+    chosen = fixed.precision * math.exp(STEP * step)
     mode = find_mode(model, chosen, fixed)
     H = mode.H / model.factor
     return PriorChoice(
@@ -415,20 +407,22 @@ def choose_prior(
         softmax_temperature=judge(mode)[2] if calibrated else 1.0,
         H=H if model.root is None else model.root @ H @ model.root.mT,
         mackay=fixed.precision,
-        loo=loo,
+        loo=fixed.precision * math.exp(STEP * loo),
         training_precision=training,
         network_temperature=tau_loo,
-        linear_loss=min(linear.values()),
-        network_loss=min(by_network.values()),
+        linear_loss=linear_loss,
+        network_loss=network_loss,
     )
 
 
-def lowest_place(losses: dict[int, float]) -> float:
-    """Return the place of the minimum, by a parabola through it and its neighbours."""
+def lowest_place(losses: dict[int, float]) -> tuple[float, float]:
+    """Return the place of the minimum, by a parabola through the lowest loss and its
+    neighbours, and this loss."""
     i = min(losses, key=losses.__getitem__)
-    left, here, right = (losses.get(k, math.nan) for k in (i - 1, i, i + 1))
-    bend = left - 2 * here + right
-    return i + (left - right) / (2 * bend) if 0 < bend < math.inf else float(i)
+    left, right = losses.get(i - 1, math.nan), losses.get(i + 1, math.nan)
+    bend = left - 2 * losses[i] + right
+    place = i + (left - right) / (2 * bend) if 0 < bend < math.inf else float(i)
+    return place, losses[i]
 
 
 @dataclass(frozen=True)
