@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ELLALaplace
+from tests import dense
 from tests.cases import mlp
 
 pytestmark = [
@@ -129,7 +130,7 @@ def test_kinds(name, complement):
         assert torch.equal(b, buffers[key])
     plain = getattr(model, "_orig_mod", getattr(model, "module", model))
     params = [p for p in model.parameters() if p.requires_grad]
-    f, Js = rows_of(plain, x, params)
+    f, Js = dense.jacobians(lambda x: getattr(f := plain(x), "logits", f), x, params)
     torch.testing.assert_close(outputs, f, rtol=1e-4, atol=1e-5)
     expected = Js @ la.basis.vectors
     torch.testing.assert_close(phi, expected, rtol=1e-3, atol=1e-4)
@@ -140,20 +141,3 @@ def test_kinds(name, complement):
     variance = Js.double() @ covariance @ Js.double().mT
     scale = float(variance.abs().max())
     torch.testing.assert_close(found.double(), variance, rtol=1e-3, atol=1e-3 * scale)
-
-
-def rows_of(model, x, params):
-    """Outputs (B, C) and Jacobians (B, C, P), one example and output at a time."""
-    outputs, rows = [], []
-    for one in x.split(1):
-        f = model(one)
-        f = getattr(f, "logits", f).flatten()
-        gradients = [
-            torch.autograd.grad(v, params, retain_graph=True, materialize_grads=True)
-            for v in f
-        ]
-        outputs.append(f.detach())
-        rows.append(
-            torch.stack([torch.cat([g.flatten() for g in r]) for r in gradients])
-        )
-    return torch.stack(outputs), torch.stack(rows)

@@ -13,10 +13,10 @@ from laplace_ella.derivatives.model_function import ModelFunction
 from laplace_ella.derivatives.modes import FeatureMode, RowMode
 from laplace_ella.derivatives.trials import decide, fastest, linearize
 from laplace_ella.errors import InsufficientMemoryError, NotDifferentiableError
-from laplace_ella.support.batches import Batch, OutputLayout
+from laplace_ella.support.batches import OutputLayout
 from tests import dense
 from tests.cases import ARCHITECTURES, CASES, CNN, make, mlp
-from tests.fitting import assert_close, fit
+from tests.fitting import assert_close
 
 WAYS = {
     "forward": {"feature_mode": "forward"},
@@ -90,6 +90,10 @@ def test_every_way_on_every_case(name, way):
             linearizer_of(case.model, case.x_test, **WAYS[way])
         return
     linearizer = linearizer_of(case.model, case.x_test, **WAYS[way])
+    if (name, "forward") in UNSUPPORTED and way != "reverse by loop":
+        assert linearizer.modes.features is not FeatureMode.FORWARD
+    if (name, "reverse by vmap") in UNSUPPORTED:
+        assert linearizer.modes.rows is RowMode.LOOP
     f, Js = dense.jacobians(case.model, case.x_test, case.params)
     check(linearizer, case.x_test, f, Js)
 
@@ -108,23 +112,18 @@ NORMALISED = {
 
 
 @pytest.mark.parametrize("way", ["forward", "double", "reverse by vmap", "auto"])
-@pytest.mark.parametrize("name", ["classification_mlp", "classification_cnn", "tied"])
+@pytest.mark.parametrize(
+    "name", ["classification_mlp", "classification_cnn", "tied", *NORMALISED]
+)
 def test_graphs(name, way):
-    """Features can be differentiated in the inputs, in every way."""
-    case = make(name)
-    check_graph(case.model, case.x_test[:2], WAYS[way])
-
-
-@pytest.mark.parametrize("way", ["forward", "reverse by vmap"])
-@pytest.mark.parametrize("name", NORMALISED)
-def test_graphs_of_normalisations(name, way):
-    """Torch's second derivatives of these layers are wrong in every other way."""
-    model = nn.Sequential(*NORMALISED[name]).double()
-    check_graph(model, torch.randn(2, 3).double(), WAYS[way])
-
-
-def check_graph(model, x, options):
-    linearizer = linearizer_of(model, x, **options)
+    """Features can be differentiated in the inputs, in every way; torch's second
+    derivatives of normalisations are wrong in every way but one, which is taken."""
+    if name in NORMALISED:
+        model, x = nn.Sequential(*NORMALISED[name]).double(), torch.randn(2, 3).double()
+    else:
+        case = make(name)
+        model, x = case.model, case.x_test[:2]
+    linearizer = linearizer_of(model, x, **WAYS[way])
     V, step = directions(linearizer.n_params), torch.zeros_like(x)
     step[1] = 1e-6
 
@@ -162,22 +161,18 @@ def test_largest_outputs(way, top):
 @pytest.mark.parametrize("budget", [None, 2_000, 400_000])
 @pytest.mark.parametrize("layout", ["flat", "channels_first", "channels_last"])
 def test_residuals(layout, budget, top):
-    """Products of what lies outside the basis, also where the rows of not even one
-    position fit."""
+    """Products of what lies outside the basis, in passes of every size."""
     torch.manual_seed(0)
     net, x = mlp(3, 5, 12).double(), torch.randn(5, 3).double()
     shape = {"flat": (12,), "channels_first": (4, 3), "channels_last": (3, 4)}[layout]
     model = nn.Sequential(net, nn.Unflatten(1, shape))
     linearizer = linearizer_of(model, x, layout, memory_budget=budget)
     V = directions(linearizer.n_params)
-    f, Js = dense.jacobians(net, x)
-    rest = Js - Js @ V.T @ V
+    f, Js = (linearizer.batch(x)[1].rows(t) for t in dense.jacobians(net, x))
     if layout == "channels_first":
-        f, Js, rest = (t.unflatten(1, shape).transpose(1, 2) for t in (f, Js, rest))
-    elif layout == "channels_last":
-        f, Js, rest = (t.unflatten(1, shape) for t in (f, Js, rest))
-    if layout != "flat":
-        f, Js, rest = (t.flatten(0, 1) for t in (f, Js, rest))
+        expected = dense.jacobians(net, x)[0].unflatten(1, shape).mT.flatten(0, 1)
+        assert_close(f, expected)
+    rest = Js - Js @ V.T @ V
     found = linearizer.features_and_residual(x, GradientSplit(V), top=top)
     phi, products = Js @ V.T, rest @ rest.mT
     if top is not None:
@@ -244,45 +239,11 @@ def test_containers(name, way):
     assert torch.equal(x, before)
 
 
-def test_parts_of_a_batch():
-    """Parts keep class and shared entries of the container."""
-    batch = Batch.of(Pair(torch.arange(6.0), torch.arange(2.0)), "input_ids")
-    part = batch.take(slice(1, 3))
-    assert isinstance(part.inputs, Pair)
-    assert part.size == 2
-    assert part.inputs.x.tolist() == [1, 2]
-    # of the length of the part, and shared nevertheless
-    assert part.take(torch.tensor([1])).inputs.scale.tolist() == [0, 1]
-    assert batch.take(slice(4, 100)).size == 2
-
-
-class Keywords(nn.Module):
-    """Called by keywords, returns an object with logits, as Hugging Face models."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp(3, 5, 4)
-
-    def forward(self, input_ids, attention_mask=None):
-        return SimpleNamespace(logits=self.net(input_ids * attention_mask))
-
-
 class Repeated(nn.Module):
     """Returns two outputs for each example."""
 
     def forward(self, x):
         return x.repeat(2, 1)
-
-
-class Wrapped(nn.Module):
-    """The wrapper that the error shows."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = Keywords()
-
-    def forward(self, batch):
-        return self.net(**batch)
 
 
 GRAPHS = SimpleNamespace(num_graphs=3, to_data_list=list, x=torch.ones(9, 2))
@@ -292,11 +253,6 @@ WRONG = {
     "one example": (mlp(1, 3), torch.ones(1), r"x\.unsqueeze\(0\)"),
     "two outputs": (nn.Sequential(mlp(2, 3), Repeated()), torch.ones(5, 2), "one out"),
     "a mapping": (mlp(2, 3), {"input_ids": torch.ones(4, 2)}, r"self\.net\(batch\["),
-    "keywords": (
-        Keywords(),
-        {"input_ids": torch.ones(4, 3), "attention_mask": torch.ones(4, 3)},
-        r"self\.net\(\*\*batch\)\.logits",
-    ),
     "statistics of the batch": (
         nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, track_running_stats=False)),
         torch.ones(4, 2),
@@ -313,16 +269,15 @@ def test_wrong_inputs(name):
         linearizer_of(model, x)
 
 
-def test_the_remedies_work():
-    """The wrapped model's logits are its outputs; later, one example without the batch
-    is recognised by its shape."""
-    model = Wrapped()
-    x = {key: torch.randn(6, 3) for key in ("input_ids", "attention_mask")}
-    assert_close(linearizer_of(model, x).outputs(x)[0], model(x).logits.detach())
+def test_one_example_without_the_batch():
+    """It is recognised by its shape."""
     net = mlp(3, 5, 4).double()
-    linearizer = linearizer_of(net, torch.randn(6, 3).double())
     with pytest.raises(ValueError, match=r"x\.unsqueeze\(0\)"):
-        linearizer.outputs(torch.randn(3).double())
+        linearizer_of(net, torch.randn(6, 3).double()).outputs(torch.randn(3).double())
+    convolution = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+    x = torch.randn(5, 3, 4, 4)
+    with pytest.raises(ValueError, match=r"x\.unsqueeze\(0\)"):
+        linearizer_of(convolution, x).outputs(x[0])
 
 
 def test_no_examples():
@@ -408,40 +363,32 @@ def test_derivatives_in_float64_of_a_float32_model():
 # --- decisions ------------------------------------------------------------------------
 
 
-class Clock:
-    """Trials that take as long as they are told."""
+def test_the_fastest_way_wins(monkeypatch):
+    """By seconds per unit of work; a replacement only where the other fails."""
+    now = 0.0
+    monkeypatch.setattr("time.thread_time", lambda: now)
 
-    def __init__(self, monkeypatch):
-        self.now = 0.0
-        monkeypatch.setattr("time.thread_time", lambda: self.now)
-
-    def way(self, seconds, work=1.0):
+    def takes(seconds, work=1.0):
         def trial():
-            if isinstance(seconds, Exception):
-                raise seconds
-            self.now += seconds
+            nonlocal now
+            now += seconds
             return work
 
         return trial
 
+    def fails():
+        raise NotImplementedError("no forward AD")
 
-def test_the_fastest_way_wins(monkeypatch):
-    """By seconds per unit of work; a replacement only where the other fails."""
-    clock, cpu = Clock(monkeypatch), torch.device("cpu")
-    forward, reverse, double, _ = (
-        FeatureMode.FORWARD,
-        FeatureMode.REVERSE,
-        FeatureMode.DOUBLE_REVERSE,
-        None,
-    )
-    ways = {forward: clock.way(2), double: clock.way(0.1), reverse: clock.way(3, 2.0)}
+    forward, reverse = FeatureMode.FORWARD, FeatureMode.REVERSE
+    double, cpu = FeatureMode.DOUBLE_REVERSE, torch.device("cpu")
+    ways = {forward: takes(2), double: takes(0.1), reverse: takes(3, 2.0)}
     assert fastest(ways, cpu) is reverse
-    ways[reverse] = clock.way(3, 1.0)
+    ways[reverse] = takes(3)
     assert fastest(ways, cpu) is forward
-    ways[forward] = clock.way(NotImplementedError("no forward AD"))
+    ways[forward] = fails
     assert fastest(ways, cpu) is double
     with pytest.raises(NotDifferentiableError, match="no forward AD"):
-        fastest({forward: ways[forward]}, cpu)
+        fastest({forward: fails}, cpu)
 
 
 def test_cheaper_direction():
@@ -456,19 +403,6 @@ def test_cheaper_direction():
     }
     for mode, (model, x, rank) in problems.items():
         assert linearizer_of(model, x, rank=rank).modes.features is mode
-
-
-@pytest.mark.parametrize("name", ["lstm", "gru", "weight_norm", "attention"])
-def test_what_fails_is_replaced(name):
-    """A fit finds a way that works, and keeps it."""
-    case = make(name)
-    la = fit(case)
-    if (name, "forward") in UNSUPPORTED:
-        assert la.modes.features is not FeatureMode.FORWARD
-    if (name, "reverse by vmap") in UNSUPPORTED:
-        assert la.modes.rows is RowMode.LOOP
-    _, Js = dense.jacobians(case.model, case.x_test, case.params)
-    assert_close(la.features(case.x_test)[1], Js @ la.basis.vectors)
 
 
 @pytest.mark.parametrize("way", ["forward", "reverse by vmap", "double"])

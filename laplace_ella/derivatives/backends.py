@@ -59,9 +59,9 @@ def resolve(
     stochastic: bool | int,
 ) -> tuple[type | None, RowMode, Curvature, bool | int]:
     """Return what a backend and its arguments ask for: its class, also where an
-    instance was given, and sampled cotangents per example instead of the exact GGN.
-
-    Anything that would have no effect, or another than it says, is refused.
+    instance was given, how rows are taken, the kind of curvature, and sampled
+    cotangents per example instead of the exact GGN. What is asked for by the
+    posterior's own arguments, `row_mode` and `stochastic`, comes first.
     """
     kwargs = dict(backend_kwargs or {})
     if isinstance(backend, curvature.CurvatureInterface):
@@ -70,14 +70,8 @@ def resolve(
         backend = type(backend)
     kind, name = Curvature.GGN, ""
     if backend is not None:
-        asked, kind = _meaning(backend)
-        name = backend.__name__
-        if row_mode not in (RowMode.AUTO, asked) and asked is not RowMode.AUTO:
-            raise ValueError(
-                f"backend={name} takes rows by {asked.value!r}, row_mode "
-                f"asks for {row_mode.value!r}. Leave one of them out."
-            )
-        row_mode = row_mode if asked is RowMode.AUTO else asked
+        (asked, kind), name = _meaning(backend), backend.__name__
+        row_mode = asked if row_mode is RowMode.AUTO else row_mode
     if row_mode in BACKEND_OF:
         _, library, module, distribution = BACKEND_OF[row_mode]
         try:
@@ -94,12 +88,6 @@ def resolve(
             "backend_kwargs may only have 'stochastic', and asdl_fisher_kwargs, which "
             f"are for a Fisher that ELLA does not use, nothing; got {ignored}. "
             "Everything else is an argument of the posterior itself."
-        )
-    # A number of samples says more than True.
-    if stochastic and given not in (None, False, True, stochastic):
-        raise ValueError(
-            f"backend_kwargs has stochastic={given!r}, the posterior stochastic="
-            f"{stochastic!r}. Leave one of them out."
         )
     stochastic = stochastic or given or False
     if stochastic and kind is Curvature.EMPIRICAL_FISHER:
