@@ -65,34 +65,22 @@ class FakeCudaTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
-        fake = [isinstance(a, cls) for a in inputs]
-        indexing = func in (
-            torch.ops.aten.index.Tensor,
-            torch.ops.aten.index_put.default,
-            torch.ops.aten.index_put_.default,
-        )
-        copying = func in (torch.ops.aten.copy_.default,)
-        if not copying:
-            for tensor, is_fake in zip(inputs, fake, strict=True):
-                if not is_fake and tensor.ndim and not indexing:
-                    raise RuntimeError(
-                        f"{func}: expected all tensors to be on the same device, but "
-                        f"found at least two devices, cuda:0 and cpu: {list(fake)}"
-                    )
-        if indexing and not fake[0]:
-            raise RuntimeError(f"{func}: indices on cuda:0, tensor on cpu")
-        out_fake = fake[0] if copying else True
-        plain = tree_map_only(cls, lambda a: a.elem, (args, kwargs))
+        on_host = [t for t in inputs if not isinstance(t, cls)]
+        aten, copying = torch.ops.aten, func is torch.ops.aten.copy_.default
+        indexing = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_)
+        mixed = any(t.ndim for t in on_host) and not (copying or indexing)
+        if mixed or (indexing and not isinstance(inputs[0], cls)):
+            raise RuntimeError(
+                f"{func}: expected all tensors to be on the same device, but found at "
+                "least two devices, cuda:0 and cpu"
+            )
+        plain = tree_map_only(cls, lambda a: a.elem, (args, kwargs or {}))
         out = func(*plain[0], **plain[1])
-        if not out_fake:
+        if copying and not isinstance(inputs[0], cls):
             return args[0]
-        out = tree_map(
-            lambda o: cls(o) if type(o) is torch.Tensor else o,
-            out,
-        )
-        return return_and_correct_aliasing(func, args, kwargs, out)
+        out = tree_map(lambda o: cls(o) if type(o) is torch.Tensor else o, out)
+        return return_and_correct_aliasing(func, args, kwargs or {}, out)
 
 
 class _Factories(TorchDispatchMode):
@@ -139,9 +127,7 @@ class FakeGenerator(torch.Generator):
 
 
 def _is_device(value):
-    return isinstance(value, (torch.device, str)) and not (
-        isinstance(value, str) and value not in ("cpu", "cuda", "cuda:0")
-    )
+    return isinstance(value, torch.device) or value in ("cpu", "cuda", "cuda:0")
 
 
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu)
@@ -217,30 +203,20 @@ class FakeCuda(TorchFunctionMode):
 
     def _move(self, func, args, kwargs):
         tensor, *rest = args
-        target = None
-        if func is torch.Tensor.cuda:
-            target, rest = CUDA, []
-        elif func is torch.Tensor.cpu:
-            target, rest = CPU, []
-        else:
-            if _is_device(kwargs.get("device")):
-                target = torch.device(kwargs.pop("device"))
-            for i, value in enumerate(rest):
-                if _is_device(value):
-                    target = torch.device(value)
-                    del rest[i]
-                    break
-                if isinstance(value, torch.Tensor):
-                    target = value.device
-                    rest[i] = value.dtype
-                    break
+        target = CUDA if func is torch.Tensor.cuda else CPU
+        if func is torch.Tensor.to:
+            target = kwargs.pop("device", None)
+            if rest and isinstance(rest[0], torch.Tensor):
+                rest = [rest[0].device, rest[0].dtype]
+            if rest and _is_device(rest[0]):
+                target = rest.pop(0)
             kwargs.pop("non_blocking", None)
             rest = [value for value in rest if value is not None and value is not False]
             if rest or kwargs:
                 tensor = torch.Tensor.to(tensor, *rest, **kwargs)
-        if target is None or target.type == tensor.device.type:
+        if target is None or torch.device(target).type == tensor.device.type:
             return tensor
-        return fake(tensor) if target.type == "cuda" else real(tensor)
+        return real(tensor) if torch.device(target).type == "cpu" else fake(tensor)
 
 
 class _Fake(torch.autograd.Function):

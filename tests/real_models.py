@@ -41,15 +41,10 @@ class ResNet20(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
-        self.layer1 = self._layer(16, 16, 1)
-        self.layer2 = self._layer(16, 32, 2)
-        self.layer3 = self._layer(32, 64, 2)
+        self.layer1 = nn.Sequential(*(Block(16, 16, 1) for _ in range(3)))
+        self.layer2 = nn.Sequential(*(Block(n, 32, 32 // n) for n in (16, 32, 32)))
+        self.layer3 = nn.Sequential(*(Block(n, 64, 64 // n) for n in (32, 64, 64)))
         self.linear = nn.Linear(64, 10)
-
-    @staticmethod
-    def _layer(n_in, n_out, stride):
-        blocks = [Block(n_in, n_out, stride)]
-        return nn.Sequential(*blocks, *(Block(n_out, n_out, 1) for _ in range(2)))
 
     def forward(self, x):
         h = F.relu(self.bn1(self.conv1(x)))
@@ -70,6 +65,6 @@ def cifar10(folder, split, stop, start=0):
     with np.load(folder / "cifar10" / f"{split}.npz") as data:
         x, y = data["x"][start:stop], data["y"][start:stop]
     x = torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255
-    mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
-    std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+    mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
+    mean, std = mean.view(3, 1, 1), std.view(3, 1, 1)
     return (x - mean) / std, torch.from_numpy(y).long()

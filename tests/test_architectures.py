@@ -59,15 +59,9 @@ def encoder():
 
 def bert():
     transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=9,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=12,
-        max_position_embeddings=8,
-        num_labels=3,
-    )
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "max_position_embeddings": 8}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=9, num_labels=3, **sizes, **layers)
     return transformers.BertForSequenceClassification(config)
 
 
@@ -115,14 +109,8 @@ def test_kinds(name, complement):
     x = torch.randint(9, (8, *shape)) if shape == WORDS else torch.randn(8, *shape)
     y = torch.randint(3, (8,))
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    la = ELLALaplace(
-        model,
-        "classification",
-        subsample_size=12,
-        n_eigenvalues=4,
-        complement=complement,
-        prior_precision=2.0,
-    )
+    options = {"subsample_size": 12, "n_eigenvalues": 4, "prior_precision": 2.0}
+    la = ELLALaplace(model, "classification", complement=complement, **options)
     la.fit(DataLoader(TensorDataset(x, y), 4))
     outputs, phi = la.features(x)
     found = la._glm_predictive_distribution(x)[1]

@@ -6,6 +6,7 @@ way, and the numbers are those of the CPU.
 
 import contextlib
 import copy
+from collections import namedtuple
 
 import pytest
 import torch
@@ -25,29 +26,12 @@ def fit(case, cls=ELLALaplace, **kwargs):
     return fit_case(case, cls, **({"n_eigenvalues": 12} | kwargs))
 
 
-class Fake:
-    """The fake device."""
-
-    context = FakeCuda
-    module = staticmethod(module_to_cuda)
-    tensor = staticmethod(fake)
+Device = namedtuple("Device", ["context", "module", "tensor"])
+FAKE = Device(FakeCuda, module_to_cuda, fake)
+REAL = Device(contextlib.nullcontext, torch.nn.Module.cuda, torch.Tensor.cuda)
 
 
-class Real:
-    """A real GPU."""
-
-    context = contextlib.nullcontext
-
-    @staticmethod
-    def module(model):
-        return model.cuda()
-
-    @staticmethod
-    def tensor(x):
-        return x.cuda()
-
-
-@pytest.fixture(params=[Fake, pytest.param(Real, marks=pytest.mark.cuda)])
+@pytest.fixture(params=[FAKE, pytest.param(REAL, marks=pytest.mark.cuda)])
 def device(request):
     return request.param
 
@@ -71,31 +55,25 @@ def assert_matches(out, expected, atol=1e-9):
 
 
 MC = {"link_approx": "mc", "n_samples": 4}
-PREDICTIONS = {
-    "glm": lambda la, x: la(x),
-    "gp": lambda la, x: la(x, pred_type="gp"),
-    "joint": lambda la, x: la(x, joint=True),
-    "diagonal": lambda la, x: la(x, diagonal_output=True),
-    "bridge": lambda la, x: la(x, link_approx="bridge"),
-    "bridge_norm": lambda la, x: la(x, link_approx="bridge_norm"),
-    # directions are known up to their sign
-    "features": lambda la, x: [t.abs() for t in la.features(x)],
-}
-SAMPLED = {
-    "mc": lambda la, x: la(x, **MC),
-    "mc_diagonal": lambda la, x: la(x, diagonal_output=True, **MC),
-    "nn": lambda la, x: la(x, pred_type="nn", **MC),
-    "sample": lambda la, x: la.sample(4),
-    "functional": lambda la, x: la.functional_samples(x, n_samples=4),
-    "functional_joint": lambda la, x: la.functional_samples(x, n_samples=4, joint=True),
-    "functional_diagonal": lambda la, x: la.functional_samples(
-        x, n_samples=4, diagonal_output=True
-    ),
-    "functional_nn": lambda la, x: la.functional_samples(
-        x, pred_type="nn", n_samples=4
-    ),
-    "predictive": lambda la, x: la.predictive_samples(x, n_samples=4),
-}
+PREDICTIONS = (
+    {},
+    {"pred_type": "gp"},
+    {"joint": True},
+    {"diagonal_output": True},
+    {"link_approx": "bridge"},
+    {"link_approx": "bridge_norm"},
+)
+SAMPLED = (
+    lambda la, x: la(x, **MC),
+    lambda la, x: la(x, diagonal_output=True, **MC),
+    lambda la, x: la(x, pred_type="nn", **MC),
+    lambda la, x: la.sample(4),
+    lambda la, x: la.functional_samples(x, n_samples=4),
+    lambda la, x: la.functional_samples(x, n_samples=4, joint=True),
+    lambda la, x: la.functional_samples(x, n_samples=4, diagonal_output=True),
+    lambda la, x: la.functional_samples(x, n_samples=4, pred_type="nn"),
+    lambda la, x: la.predictive_samples(x, n_samples=4),
+)
 NAMES = pytest.mark.parametrize(
     "name", ["regression_3", "classification_mlp", "classification_cnn"]
 )
@@ -147,11 +125,13 @@ def test_predictions(name, cls, device):
     with device.context():
         case = on_device(host, device)
         la = fit(case, cls)
-        for call in PREDICTIONS.values():
-            expected = call(on_host, host.x_test)
-            for x in (case.x_test, host.x_test):
-                assert_matches(call(la, x), expected)
-        for call in SAMPLED.values():
+        for x in (case.x_test, host.x_test):
+            for options in PREDICTIONS:
+                expected = on_host(host.x_test, **options)
+                assert_matches(la(x, **options), expected)
+            for a, b in zip(la.features(x), on_host.features(host.x_test), strict=True):
+                assert_matches(a.abs(), b.abs())  # directions are known up to a sign
+        for call in SAMPLED:
             out, expected = call(la, case.x_test), call(on_host, host.x_test)
             for a, b in zip(leaves(out), leaves(expected), strict=True):
                 assert a.device.type == "cuda"
@@ -191,15 +171,19 @@ def test_marglik(name, structure, device):
         assert_matches((la.log_marginal_likelihood(),), (evidence,))
 
 
-@pytest.mark.parametrize("link", ["probit", "bridge", "mc", "nn"])
+@pytest.mark.parametrize(
+    "link",
+    [
+        {"link_approx": "probit"},
+        {"link_approx": "bridge"},
+        {"link_approx": "mc"},
+        {"link_approx": "mc", "pred_type": "nn"},
+    ],
+)
 def test_gridsearch(link, device):
     """Grid search with a host loader, for every link."""
     host = make("classification_mlp")
-    options = {"method": "gridsearch", "grid_size": 3, "n_samples": 3}
-    if link == "nn":
-        options |= {"pred_type": "nn", "link_approx": "mc"}
-    else:
-        options |= {"link_approx": link}
+    options = {"method": "gridsearch", "grid_size": 3, "n_samples": 3, **link}
     with device.context():
         la = fit(on_device(host, device))
         la.optimize_prior_precision(val_loader=host.loader(), **options)
@@ -254,22 +238,17 @@ def test_reward_modeling(device):
         assert la(case.x, fitting=True).device.type == "cuda"
 
 
+NOISES = {"sigma_noise": torch.tensor([0.5, 1.0, 2.0])}
+TOKENS = {"output_layout": "channels_last"}
 OBSERVED = {
-    "tokens": ("classification", {"output_layout": "channels_last"}),
+    "tokens": ("classification", TOKENS),
     "labels": ("classification", {"multi_label": True}),
     "labels_of_tokens": (
         "classification",
-        {"output_layout": "channels_last", "multi_label": True, "stochastic": 2},
+        {**TOKENS, "multi_label": True, "stochastic": 2},
     ),
-    "noises": ("regression", {"sigma_noise": torch.tensor([0.5, 1.0, 2.0])}),
-    "noises_of_tokens": (
-        "regression",
-        {
-            "output_layout": "channels_last",
-            "sigma_noise": torch.tensor([0.5, 1.0, 2.0]),
-            "complement": "prior",
-        },
-    ),
+    "noises": ("regression", NOISES),
+    "noises_of_tokens": ("regression", {**TOKENS, **NOISES, "complement": "prior"}),
     "named_parameters": ("classification", {"parameter_names": ["2.*"]}),
 }
 

@@ -75,20 +75,13 @@ def test_peaks(name):
 
 def test_budgets():
     """Numbers and texts; what cannot be a budget is refused."""
-    assert [parse_bytes(b) for b in ("8 GB", "2KiB", "1.5M", 10)] == [
-        8 * 10**9,
-        2048,
-        1_500_000,
-        10,
-    ]
+    found = [parse_bytes(b) for b in ("8 GB", "2KiB", "1.5M", 10)]
+    assert found == [8 * 10**9, 2048, 1_500_000, 10]
     for wrong in ("much", "-1 GB", 0, float("nan"), "inf", None):
         with pytest.raises(ValueError, match="memory_budget"):
             parse_bytes(wrong)
-    assert [human_bytes(n) for n in (7.1e12, 1.6e10, 8.12e5)] == [
-        "7.1 TB",
-        "16.0 GB",
-        "812 kB",
-    ]
+    shown = [human_bytes(n) for n in (7.1e12, 1.6e10, 8.12e5)]
+    assert shown == ["7.1 TB", "16.0 GB", "812 kB"]
     free = free_bytes(torch.device("cpu"))
     assert free is None or 0 < free < 2**50
 
@@ -109,15 +102,10 @@ def test_what_cannot_fit_is_refused_first():
     enough = build(case, compute=ComputeOptions(memory_budget=2 * needed.needed))
     enough.fit(case.loader())
     assert enough.estimate_memory(case.loader()).fits
-    exact = build(
-        case,
-        n_eigenvalues="exact",
-        complement="prior",
-        compute=ComputeOptions(memory_budget=20_000),
-    )
-    with pytest.raises(
-        InsufficientMemoryError, match=r"keeps all.*n_eigenvalues='auto'"
-    ):
+    compute = ComputeOptions(memory_budget=20_000)
+    exact = build(case, n_eigenvalues="exact", complement="prior", compute=compute)
+    remedy = r"keeps all.*n_eigenvalues='auto'"
+    with pytest.raises(InsufficientMemoryError, match=remedy):
         exact.fit(case.loader())
 
 
