@@ -43,10 +43,9 @@ def refuse_sharded(model: nn.Module) -> None:
         raise TypeError(
             f"{parts[0] or 'The model'} is divided among processes (by fully_shard, "
             "FullyShardedDataParallel or tensor parallelism); every process needs all "
-            "parameters. Collect them with torch.distributed.checkpoint.state_dict."
-            "get_model_state_dict(model, options=StateDictOptions("
-            "full_state_dict=True)), load them into a plain copy of the model in every "
-            "process, and pass that; the data may be divided."
+            "parameters. Collect them with get_model_state_dict(model, options="
+            "StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint."
+            "state_dict, and pass a plain copy of the model; the data may be divided."
         )
 
 
@@ -152,15 +151,16 @@ class ModelFunction:
         weights, kept = set(map(_place, self.model.parameters())), {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if _place(tensor) not in weights:
-                kept[_place(tensor)] = max(kept.get(_place(tensor), 0), tensor.nbytes)
+            place = _place(tensor)
+            if place not in weights:
+                kept[place] = max(kept.get(place, 0), tensor.nbytes)
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with torch.enable_grad(), hooks:
             f = self([p.requires_grad_() for p in self.parameters()], x)
-        outputs = f.nbytes if isinstance(f, torch.Tensor) else 1
-        return f, max([outputs, *kept.values()]), sum([outputs, *kept.values()])
+        sizes = [f.nbytes if isinstance(f, torch.Tensor) else 1, *kept.values()]
+        return f, max(sizes), sum(sizes)
 
     def _cast(self, tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
         dtype = self.asked_dtype if tensor.is_floating_point() else None

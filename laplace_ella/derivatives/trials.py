@@ -52,11 +52,10 @@ def linearize(
         norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if norm and module.running_mean is None:
             raise ValueError(
-                "A batch normalisation uses the statistics of the batch in "
-                "evaluation mode, too, as with track_running_stats=False: the "
-                "outputs of an example depend on the others in its batch, and have "
-                "no derivative of their own. Give it running statistics, or use "
-                "nn.GroupNorm or nn.InstanceNorm2d."
+                "A batch normalisation uses the statistics of the batch in evaluation "
+                "mode, too, as with track_running_stats=False: outputs depend on the "
+                "other examples and have no derivative of their own. Give it running "
+                "statistics, or use nn.GroupNorm or nn.InstanceNorm2d."
             )
     one = Batch.of(x_first, dict_key_x).take(slice(0, 1))
     with clearer_errors(one.inputs, ()), differentiation():
@@ -94,22 +93,19 @@ def decide(linearizer: Linearizer, x: Any, rank: int) -> Linearizer:
         return some.size * together / rank
 
     with torch.no_grad():
-        ways = {RowMode.VMAP: partial(rows, RowMode.VMAP)}
-        ways[RowMode.LOOP] = partial(rows, RowMode.LOOP)
-        if options.row_mode in BACKEND_OF:
+        asked = options.row_mode
+        if asked in BACKEND_OF:
             with differentiation():
-                check_rows(options.row_mode, fn, batch, n_values)
-        if options.row_mode is not RowMode.AUTO:
-            ways = {options.row_mode: partial(rows, options.row_mode)}
-        way = fastest(ways, device)
+                check_rows(asked, fn, batch, n_values)
+        tried = (RowMode.VMAP, RowMode.LOOP) if asked is RowMode.AUTO else (asked,)
+        way = fastest({way: partial(rows, way) for way in tried}, device)
         ways = {
             FeatureMode.FORWARD: partial(features, FeatureMode.FORWARD),
             FeatureMode.DOUBLE_REVERSE: partial(features, FeatureMode.DOUBLE_REVERSE),
             FeatureMode.REVERSE: partial(rows, way, n_values, directions),
         }
-        if options.feature_mode is not FeatureMode.AUTO:
-            ways = {options.feature_mode: ways[options.feature_mode]}
-        mode = fastest(ways, device)
+        asked = options.feature_mode
+        mode = fastest(ways if asked not in ways else {asked: ways[asked]}, device)
     logger.info("rows of the Jacobian by %s", way.value)
     logger.info("features by %s", mode.value)
     modes, autocast = Modes(mode, way), autocast_enabled(device)
@@ -137,10 +133,10 @@ def fastest(ways: Mapping[W, Callable[[], float]], device: torch.device) -> W:
         except Exception as error:  # whatever an unsupported operator raises
             failures[way.value] = error
     if not seconds:
-        said = [f"{way}: {type(e).__name__}: {e}" for way, e in failures.items()]
-        lines = "; ".join(text.strip().splitlines()[0] for text in said)
+        said = [f"{w}: {type(e).__name__}: {e}".strip() for w, e in failures.items()]
         raise NotDifferentiableError(
-            f"The model could not be differentiated. {lines}. Options: another "
+            "The model could not be differentiated. "
+            f"{'; '.join(text.splitlines()[0] for text in said)}. Options: another "
             "feature_mode (forward, reverse, double_vjp) or row_mode (vmap, loop), "
             "freezing the layers with the unsupported operator "
             "(requires_grad_(False)), or subset_of_weights='last_layer'."

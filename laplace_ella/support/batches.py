@@ -43,14 +43,12 @@ def split_batch(batch: Any, dict_key_y: str) -> tuple[Any, torch.Tensor]:
         return batch, torch.as_tensor(batch[dict_key_y])
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         x, y = batch
-        listed = isinstance(y, (list, tuple, np.ndarray))
-        return x, torch.as_tensor(y) if listed else y
-    got = f"a {type(batch).__name__}"
-    if isinstance(batch, (tuple, list)):
-        got += f" of length {len(batch)}"
+        return x, torch.as_tensor(y) if isinstance(y, (list, tuple, np.ndarray)) else y
+    length = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
     raise ValueError(
-        f"Expected batches (inputs, targets) or a mapping, got {got}. "
-        "Change the data set or the collate function of the loader."
+        "Expected batches (inputs, targets) or a mapping, got a "
+        f"{type(batch).__name__}{length}. Change the data set or the collate function "
+        "of the loader."
     )
 
 

@@ -56,16 +56,11 @@ def check_positive(name: str, value: Any) -> None:
 
 def check_generator(generator: torch.Generator | None, device: torch.device) -> None:
     """Refuse a generator that does not draw where the model is."""
-    if generator is None:
-        return
-    if not isinstance(generator, torch.Generator):
+    place = getattr(generator, "device", type(generator).__name__)
+    if generator is not None and getattr(place, "type", None) != device.type:
         raise ValueError(
-            f"generator must be a torch.Generator, got {type(generator).__name__}."
-        )
-    if generator.device.type != device.type:
-        raise ValueError(
-            f"The generator is on {generator.device}, the model on {device}. "
-            f"Use torch.Generator('{device}')."
+            f"generator must be a torch.Generator of the model's device, got {place}; "
+            f"the model is on {device}."
         )
 
 
