@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from laplace_ella.metrics import IGNORED
 from laplace_ella.posterior.observation import Family
-from laplace_ella.support.batches import OutputLayout, Positions, has_values
+from laplace_ella.support.batches import Positions, has_values
 
 
 def target_rows(
@@ -23,90 +23,78 @@ def target_rows(
     An error names what was expected and what came.
     """
     y = torch.as_tensor(y)
-    per_output = (size, *positions.output_shape)
-    per_position = (size, *positions.shape)
-    floating = y.dtype.is_floating_point
-    if family is not Family.CATEGORICAL:
-        if tuple(y.shape) != per_output:
-            kind = "Regression" if family.is_regression else "Multi-label"
-            raise ValueError(
-                f"{kind} targets must have the shape of the model's output, "
-                f"{per_output}, got {tuple(y.shape)}. {_reshaped(y, size, positions)}"
-            )
+    categorical = family is Family.CATEGORICAL
+    outputs, classes = (size, *positions.output_shape), (size, *positions.shape)
+    floating, shape = y.dtype.is_floating_point, tuple(y.shape)
+    if shape == outputs and (floating or not categorical):  # or class probabilities
         rows = positions.rows(y.flatten(1))
-    elif tuple(y.shape) == per_output and floating:
-        # class probabilities, as torch's cross-entropy takes them
-        rows = positions.rows(y.flatten(1))
-    elif tuple(y.shape) in (per_position, (*per_position, 1)) and not floating:
+    elif categorical and not floating and shape in (classes, (*classes, 1)):
         rows = y.reshape(-1).long()
-    else:
+    elif categorical:
         raise ValueError(
-            f"Classification targets must be class indices of shape {per_position} "
-            f"or probabilities of shape {per_output}, got shape {tuple(y.shape)} "
-            f"and dtype {y.dtype}."
+            f"Classification targets must be class indices of shape {classes} or "
+            f"probabilities of shape {outputs}, got shape {shape} and dtype {y.dtype}."
         )
-    if has_values(rows):
+    else:
+        dims = range(1, len(outputs) if y.ndim == len(outputs) - 1 else 1)
+        missing = [dim for dim in dims if y.unsqueeze(dim).shape == outputs]
+        remedy = "Reshape the targets, or return this shape from the model."
+        if missing:
+            remedy = f"Reshape the targets with y.unsqueeze({missing[0]})."
+        kind = "Regression" if family.is_regression else "Multi-label"
+        raise ValueError(
+            f"{kind} targets must have the shape of the model's output, {outputs}, got "
+            f"{shape}. {remedy}"
+        )
+    if has_values(rows) and rows.numel():
         _check_values(rows, positions, family)
     return rows
-
-
-def _reshaped(y: torch.Tensor, size: int, positions: Positions) -> str:
-    """Say how targets with the right number of values get the right shape."""
-    shape = (size, *positions.output_shape)
-    first = positions.layout is OutputLayout.CHANNELS_FIRST
-    channels = 1 if first else len(shape) - 1
-    # Most likely that of the channels is missing; others may have length one as well.
-    for dim in (channels, *range(1, len(shape))):
-        if y.ndim == len(shape) - 1 and y.unsqueeze(dim).shape == shape:
-            return f"Reshape the targets with y.unsqueeze({dim})."
-    return "Reshape the targets, or return this shape from the model."
 
 
 def _check_values(rows: torch.Tensor, positions: Positions, family: Family) -> None:
     """Refuse targets that are not finite, labels outside [0, 1], probabilities that do
     not sum to one, class indices outside range(C)."""
-    if not rows.numel():
-        return
-    if rows.dtype.is_floating_point and not bool(torch.isfinite(rows).all()):
+    n_bad = int((~torch.isfinite(rows)).sum())
+    if n_bad:
         raise ValueError(
-            f"{int((~torch.isfinite(rows)).sum())} of {rows.numel()} target values are "
-            "NaN or infinite. Leave these examples out, or fill in their targets."
+            f"{n_bad} of {rows.numel()} target values are NaN or infinite. Leave these "
+            "examples out, or fill in their targets."
         )
-    if family is Family.GAUSSIAN:
+    if family.is_regression:
         return
-    if family is Family.BERNOULLI or rows.dtype.is_floating_point:
-        low, high = float(rows.min()), float(rows.max())
-        if low < 0 or high > 1:
-            kind = "Multi-label targets" if family is Family.BERNOULLI else "Classes"
-            raise ValueError(
-                f"{kind} must be 0 or 1 (or probabilities), got values from {low:g} to "
-                f"{high:g}."
+    categorical = family is Family.CATEGORICAL
+    classes = categorical and not rows.dtype.is_floating_point
+    if classes:
+        rows = rows[rows != IGNORED] if positions.shape else rows
+        if not rows.numel():
+            return
+    low, high = rows.min().item(), rows.max().item()
+    if classes and not 0 <= low <= high < positions.n_channels:
+        C, remedy = positions.n_channels, ""
+        if positions.shape:
+            mark = high if high >= C else low
+            remedy = (
+                f" Positions without a target have the class {IGNORED} here, as in "
+                "torch's cross-entropy; replace your own mark of them, for example "
+                f"y[y == {mark}] = {IGNORED}."
             )
-        if family is Family.CATEGORICAL:
-            off = float((rows.double().sum(-1) - 1).abs().max())
-            if off > 1e-3:
-                raise ValueError(
-                    "Class probabilities as targets must sum to one over the classes, "
-                    f"got a sum that is off by {off:.3g}. Normalise them."
-                )
-        return
-    known = rows[rows != IGNORED] if positions.shape else rows
-    if not known.numel():
-        return
-    low, high, C = int(known.min()), int(known.max()), positions.n_channels
-    if low < 0 or high >= C:
-        mark = high if high >= C else low
-        ignore = (
-            f" Positions without a target have the class {IGNORED} here, as in torch's "
-            "cross-entropy; replace your own mark of them, for example "
-            f"y[y == {mark}] = {IGNORED}."
-            if positions.shape
-            else ""
-        )
         raise ValueError(
             f"Class indices must lie in 0..{C - 1} for a model with {C} outputs, got "
-            f"{low}..{high}.{ignore}"
+            f"{low}..{high}.{remedy}"
         )
+    if not classes and not 0 <= low <= high <= 1:
+        kind = "Multi-label targets" if family is Family.BERNOULLI else "Classes"
+        raise ValueError(
+            f"{kind} must be 0 or 1 (or probabilities), got values from {low:g} to "
+            f"{high:g}."
+        )
+    if categorical and not classes:
+        off = float((rows.double().sum(-1) - 1).abs().max())
+        if off > 1e-3:
+            raise ValueError(
+                "Class probabilities as targets must sum to one over the classes, "
+                f"got a sum that is off by {off:.3g}. Normalise them."
+            )
 
 
 def observed(y: torch.Tensor, family: Family) -> torch.Tensor | None:

@@ -27,16 +27,13 @@ SAMPLE_BUDGET = 2**24
 
 
 class Family(str, Enum):
-    """Distribution of the targets given the outputs."""
+    """Distribution of the targets given the outputs: real numbers (Λ = I, the noise is
+    a factor of its own), one of C classes by the softmax (Λ = diag(p) − ppᵀ), or C
+    labels by the sigmoid (Λ = diag(p(1 − p)))."""
 
     GAUSSIAN = "gaussian"
-    """Regression: Λ = I, the noise is a factor of its own."""
-
     CATEGORICAL = "categorical"
-    """One of C classes, by the softmax: Λ = diag(p) − ppᵀ."""
-
     BERNOULLI = "bernoulli"
-    """C labels, each there or not, by the sigmoid: Λ = diag(p(1 − p))."""
 
     @classmethod
     def of(cls, likelihood: Likelihood | str, multi_label: bool = False) -> Family:
@@ -76,14 +73,12 @@ class Link(str, Enum):
     """The mean over samples of f, with an error of order 1/√n_samples."""
 
     PROBIT = "probit"
-    """Each logit divided by √(1 + π/8·var), as in laplace-torch. The variance of a
-    shift that is common to all logits counts as uncertainty, although the softmax is
-    invariant to it."""
+    """Each logit divided by √(1 + π/8·var), as in laplace-torch. A shift that is common
+    to all logits counts as uncertainty, although the softmax is invariant to it."""
 
     PROBIT_CENTERED = "probit_centered"
-    """Probit after subtracting the mean over the classes from f, with the variance of
-    each logit's distance from the mean of the others. Costs as much as probit, and is
-    closer to sampling where the logits vary together."""
+    """Probit of each logit's distance from the mean of the others. Costs as much as
+    probit, and is closer to sampling where the logits vary together."""
 
     BRIDGE = "bridge"
     """The mean of the Dirichlet distribution of the Laplace bridge."""
@@ -169,23 +164,19 @@ class FunctionValues:
         return FunctionValues(mean, factor, residual)
 
     def root(self) -> torch.Tensor:
-        """Return R `(B, C, min(K, C))` with RRᵀ = f_var.
-
-        Samples need as much noise as the root has columns: of the low-rank factor and
-        the root of the C×C covariance the narrower one is taken.
-        """
+        """Return R `(B, C, min(K, C))` with RRᵀ = f_var: of the low-rank factor and
+        the root of the C×C covariance the narrower one, which takes less noise."""
         if self.residual is None and self.factor.shape[-1] <= self.factor.shape[-2]:
             return self.factor
         return psd_root(self.covariance())
 
 
 def psd_root(matrix: torch.Tensor) -> torch.Tensor:
-    """Return symmetric roots of positive semi-definite matrices `(..., n, n)`.
+    """Return symmetric roots of matrices `(..., n, n)` that may be singular.
 
-    They may be singular. The root is continuous in the matrix, so that the same noise
-    gives samples that vary smoothly with prior and temperature; eigenvectors alone
-    change sign and order. Where the diagonal is NaN, so is that row of the root, and
-    the others are what they are without it.
+    They are continuous in the matrix, so that the same noise gives samples that vary
+    smoothly with prior and temperature. Where the diagonal is NaN, so is that row of
+    the root, and the others are what they are without it.
     """
     bad = ~torch.isfinite(matrix.diagonal(dim1=-2, dim2=-1))
     known = matrix.masked_fill(bad.unsqueeze(-1) | bad.unsqueeze(-2), 0)
@@ -328,23 +319,21 @@ class ObservationModel:
                 "number, or one for each output."
             )
 
-    def check_link(self, link_approx: Link, n_channels: int | None = None) -> None:
+    def check_link(self, link: Link, n_channels: int | None = None) -> None:
         """Refuse a link that is not for predictions of C outputs, if C is known."""
-        bridges = (Link.BRIDGE, Link.BRIDGE_NORM)
-        labels = self.family is Family.BERNOULLI
-        if labels and link_approx not in (Link.PROBIT, Link.MC):
+        if self.family is Family.BERNOULLI and link not in (Link.PROBIT, Link.MC):
             raise ValueError(
-                f"link_approx={link_approx.value!r} is for one class of several: the "
-                "Laplace bridge leads to a Dirichlet, and a common shift matters to "
-                "sigmoids. With multi_label=True use link_approx='probit' or 'mc'."
+                f"link_approx={link.value!r} is for one class of several: the Laplace "
+                "bridge leads to a Dirichlet, and a common shift matters to sigmoids. "
+                "With multi_label=True use link_approx='probit' or 'mc'."
             )
         top = self.top_outputs
         some = top is not None and (n_channels is None or top < n_channels)
-        if some and link_approx in bridges:
+        if some and link in (Link.BRIDGE, Link.BRIDGE_NORM):
             raise ValueError(
-                f"link_approx={link_approx.value!r} needs the variance of all classes, "
-                f"got top_outputs={top}. Set top_outputs=None, or use "
-                "'probit', 'probit_centered' or 'mc'."
+                f"link_approx={link.value!r} needs the variance of all classes, got "
+                f"top_outputs={top}. Set top_outputs=None, or use 'probit', "
+                "'probit_centered' or 'mc'."
             )
 
     def weigh(self, H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -352,23 +341,18 @@ class ObservationModel:
 
         Curvature per output, `(C, K, K)`, is weighted by the output's noise.
         """
-        sigma = self.sigma_noise
-        temperature = torch.as_tensor(
-            self.temperature, dtype=sigma.dtype, device=sigma.device
-        )
+        precision = self.sigma_noise.square().reciprocal()
         if H.ndim == 2:
-            return H, 1 / sigma.square() / temperature
-        precisions = sigma.double().square().reciprocal().expand(len(H))
-        return torch.einsum("c,ckl->kl", precisions, H), 1 / temperature
+            return H, precision / self.temperature
+        weights = self.sigma_noise.double().square().reciprocal().expand(len(H))
+        one = precision.new_ones(())
+        return torch.einsum("c,ckl->kl", weights, H), one / self.temperature
 
     def log_likelihood(
         self, loss: torch.Tensor, n_data: int, n_outputs: int
     ) -> torch.Tensor:
-        """Return the log likelihood of N data from their loss, differentiable in the
-        noise.
-
-        `loss` is a sum over all outputs, or one value per output `(C,)`.
-        """
+        """Return the log likelihood of N data, differentiable in the noise, from their
+        loss, a sum over all outputs or one value per output `(C,)`."""
         sigma = self.sigma_noise
         factor = 1 / sigma.square() / self.temperature
         if not self.family.is_regression:
@@ -381,7 +365,8 @@ class ObservationModel:
 
     def logits(self, f: FunctionValues) -> FunctionValues:
         """Return f/τ, of which the probabilities are the softmax or sigmoid."""
-        return f.divided_by(self.softmax_temperature)
+        tau = self.softmax_temperature
+        return f if tau == 1 else f.divided_by(tau)  # by 1 the very same numbers
 
     def probabilities(
         self,
@@ -392,24 +377,18 @@ class ObservationModel:
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Return probabilities `(B, C)` of classes or labels by one of the links."""
-        tau = self.softmax_temperature
-        values = f if tau == 1 else f.divided_by(tau)  # by 1 the very same numbers
-        return class_probabilities(
-            values, link_approx, n_samples, diagonal_output, generator, self.family
-        )
+        how = link_approx, n_samples, diagonal_output, generator
+        return class_probabilities(self.logits(f), *how, self.family)
 
     def sampled_probabilities(self, samples: torch.Tensor) -> torch.Tensor:
         """Return probabilities of samples `(n, B, ...)` of the model's output."""
         dim = 2 if self.layout is OutputLayout.CHANNELS_FIRST else -1
-        tau = self.softmax_temperature
-        return self.family.probabilities(samples if tau == 1 else samples / tau, dim)
+        return self.family.probabilities(samples / self.softmax_temperature, dim)
 
     def example_losses(self) -> Callable[..., torch.Tensor]:
-        """Return the negative log likelihood of every example `(N,)` as a function.
-
-        It takes probabilities and targets; for regression means, variances of the
-        function `(N, C)` and targets.
-        """
+        """Return the negative log likelihood of every example `(N,)` as a function of
+        probabilities and targets; for regression of means, variances of the function
+        `(N, C)` and targets."""
         if self.family is Family.CATEGORICAL:
             return metrics.nll_per_example
         if self.family is Family.BERNOULLI:
