@@ -88,17 +88,9 @@ class EvidenceScope(str, Enum):
 class Precisions:
     """Matched precisions of the parts of a gradient outside the basis.
 
-    Attributes
-    ----------
-    within : torch.Tensor
-        α of each decade of the span
-    usual : torch.Tensor
-        β, outside the span, up to a squared norm of `largest`
-    prior : torch.Tensor
-        δ, of what exceeds it
-    single : torch.Tensor
-        one for all, where they cannot be told apart
-    largest : float
+    They are α `within` each decade of the span; outside it the `usual` β up to a
+    squared norm of `largest`, and the `prior` δ for what exceeds it; and a `single` one
+    for all parts, where they cannot be told apart.
     """
 
     within: torch.Tensor

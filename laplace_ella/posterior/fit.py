@@ -93,9 +93,6 @@ class Fit:
 
     Attributes
     ----------
-    basis : NystromBasis
-    sums : CurvatureSum
-        of the data that were added up, none after `fit_basis`
     output_shape : tuple of int
         of one training example, all positions
     mean : torch.Tensor
@@ -104,8 +101,6 @@ class Fit:
         in which derivatives are computed
     complement : Complement
         what suits the directions outside this basis, if nobody says otherwise
-    linearizer : Linearizer
-        the derivatives that it was made with
     history : tuple of dict
         'n_data' and validation 'loss' in the course of the fit
     spans_all : bool
@@ -113,15 +108,12 @@ class Fit:
     curvature_rows : bool
         whether the gradients of pairs are the rows of the curvature's root, as for
         regression with the GGN: the spectrum of a sample of them tells that of all
-    span : Span, optional
-        of the sampled gradients, where it was kept
-    training : TrainingRows, optional
-        of an exact fit, where memory allows
+    span, training : optional
+        where they were kept; `training` by exact fits only
     examples : Any, optional
         a few inputs of the first batch, on the CPU
     mode_curvature : torch.Tensor, optional
-        Σ φᵀΛφ `(K, K)` at the mode of the linearised model, where the posterior is to
-        have that instead of the curvature at θ̂
+        Σ φᵀΛφ `(K, K)` at the mode of the linearised model, if the posterior has that
     """
 
     basis: NystromBasis
@@ -190,15 +182,11 @@ class Fit:
 
     def check_noises(self, n_noises: int) -> None:
         """Refuse several noises of curvature that was not added up output by output."""
-        H = self.sums.H
-        if H.ndim == 2:
+        has = 1 if self.sums.H.ndim == 2 else len(self.sums.H)
+        if has != n_noises:
             raise ValueError(
-                "This posterior was fitted with one sigma_noise for all outputs. Set "
-                f"the {n_noises} values before fit()."
-            )
-        if len(H) != n_noises:
-            raise ValueError(
-                f"sigma_noise has {n_noises} values, the model {len(H)} outputs."
+                f"sigma_noise has {n_noises} values, and this posterior was fitted "
+                f"with {has}. Set them before fit(), one or one for each output."
             )
 
     def complement_for(
@@ -208,43 +196,37 @@ class Fit:
         anything."""
         if asked is Complement.MATCHED and self.spans_all:
             return Complement.PRIOR  # which is what it comes to
-        if asked is not None:
-            return asked
-        matched = self.complement is Complement.MATCHED
-        if matched and (prior.numel() > 1 or self.spectrum is None):
-            return Complement.PRIOR
-        return self.complement
+        if asked is None and self.complement is Complement.MATCHED:
+            known = prior.numel() == 1 and self.spectrum is not None
+            return Complement.MATCHED if known else Complement.PRIOR
+        return self.complement if asked is None else asked
 
     def posterior(
         self,
         observation: ObservationModel,
         prior: torch.Tensor,
         complement: Complement | float,
-        evidence: EvidenceScope = EvidenceScope.BASIS,
+        evidence: EvidenceScope,
     ) -> SubspacePosterior:
         """Return the posterior under given hyperparameters."""
         H, factor = observation.weigh(self.H)
-        whole = evidence is EvidenceScope.WHOLE
-        known = self.spectrum, self.span, whole
+        known = self.spectrum, self.span, evidence is EvidenceScope.WHOLE
         return SubspacePosterior(self.basis, H, factor, prior, complement, *known)
 
     def variance_error(self, posterior: SubspacePosterior) -> float:
-        """Return the relative error of the variance at training inputs that rounding
-        makes.
+        """Return the relative error of variances at training inputs by rounding.
 
         Exact variances there are Σ_k λ_k/(fλ_k + δ) on average, with the eigenvalues
         λ of JJᵀ. Directions below the rounding noise were given up and keep λ/δ, and
         the part of a gradient outside the basis, which is zero, comes out as about
         16 ε²|J|²: measured with networks of 10³ to 4·10⁴ parameters.
         """
-        basis = self.basis
-        tail = basis.eigenvalues[:0] if basis.tail is None else basis.tail
-        if not has_values(basis.eigenvalues):
+        basis, values = self.basis, self.basis.all_eigenvalues
+        if not has_values(values):
             return 0.0
-        delta = posterior.prior.detach().double().min().to(basis.eigenvalues)
+        delta = posterior.prior.detach().double().min().to(values)
         weight = float(posterior.factor * posterior.H.trace()) / basis.trace
-        exact = torch.cat([basis.eigenvalues, tail])
-        exact = (exact / (weight * exact + delta)).sum()
-        given_up = (tail / delta - tail / (weight * tail + delta)).sum()
-        eps = torch.finfo(self.dtype).eps
-        return float((given_up + 16 * eps**2 * basis.trace / delta) / exact)
+        exact = values / (weight * values + delta)
+        given_up = (values / delta - exact)[basis.rank :].sum()
+        noise = 16 * torch.finfo(self.dtype).eps ** 2 * basis.trace / delta
+        return float((given_up + noise) / exact.sum())

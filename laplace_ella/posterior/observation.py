@@ -93,17 +93,9 @@ class Link(str, Enum):
 
 @dataclass(frozen=True)
 class FunctionValues:
-    """Gaussian over the function values at B rows, independent between them.
-
-    Attributes
-    ----------
-    mean : torch.Tensor
-        `(B, C)`
-    factor : torch.Tensor
-        A `(B, C, K)`
-    residual : torch.Tensor, optional
-        `(B, C, C)`, positive semi-definite; the covariance is AAᵀ + residual
-    """
+    """Gaussian over the function values at B rows, independent between them: with mean
+    `(B, C)` and covariance AAᵀ + residual, for a factor A `(B, C, K)` and a positive
+    semi-definite residual `(B, C, C)`."""
 
     mean: torch.Tensor
     factor: torch.Tensor
@@ -285,21 +277,15 @@ class ObservationModel:
 
     Attributes
     ----------
-    family : Family
-        distribution of the targets at one position
-    layout : OutputLayout
-        where the outputs have their channels
     sigma_noise : torch.Tensor
-        standard deviation of the noise, for regression: a scalar, or one per output
-        `(C,)`
+        standard deviation of the noise: a scalar, or one per output `(C,)`
     temperature : float or torch.Tensor
         T, by which the log likelihood is divided
     softmax_temperature : float
         τ, by which the outputs are divided before the softmax or sigmoid of
         predictions; loss and curvature are those of the outputs as they are
     top_outputs : int, optional
-        predicted probabilities know the variance of so many outputs, the largest ones;
-        of all by default
+        predicted probabilities know the variance of so many outputs, the largest ones
     """
 
     family: Family

@@ -88,7 +88,7 @@ class SubspacePosterior:
     complement : Complement or float
         a number is the precision of all directions outside the basis
     spectrum : Spectrum, optional
-        of the curvature, inside the basis and outside it
+        of the curvature, in all directions
     span : Span, optional
         of the sampled gradients
     whole : bool
@@ -105,11 +105,9 @@ class SubspacePosterior:
     >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
     >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=5)
     >>> la.fit(DataLoader(data, batch_size=25))
-    >>> la.posterior.precision.shape, la.posterior.truncate(3).rank
-    (torch.Size([5, 5]), 3)
     >>> wider = la.posterior.with_(prior=torch.tensor([0.5]))  # la stays as it is
-    >>> float(wider.prior), float(la.prior_precision)
-    (0.5, 1.0)
+    >>> wider.precision.shape, float(wider.prior), float(la.prior_precision)
+    (torch.Size([5, 5]), 0.5, 1.0)
     """
 
     basis: NystromBasis
@@ -156,12 +154,11 @@ class SubspacePosterior:
         return replace(self, basis=self.basis.truncate(rank), H=self.H[:rank, :rank])
 
     def rotated(self) -> tuple[SubspacePosterior, torch.Tensor]:
-        """Return the same in the eigenbasis of H = QΛQᵀ, and Q `(K, K)`.
+        """Return the same in the eigenbasis of H = QΛQᵀ, for a scalar prior, and Q.
 
-        The prior must be scalar. With features turned to φQ once, a candidate costs K
-        products per output where it costs K² otherwise, and its evidence K operations
-        where a factorisation takes K³. The basis has no directions any more: for
-        function values and evidence only.
+        With features turned to φQ once, a candidate costs K products per output where
+        it costs K² otherwise, and its evidence K operations where a factorisation takes
+        K³. There are no directions: for function values and evidence only.
         """
         eigenvalues, Q = torch.linalg.eigh(self.H.double())
         basis = replace(self.basis, directions=self.basis.directions[:0])
@@ -169,18 +166,15 @@ class SubspacePosterior:
 
     @cached_property
     def for_predictions(self) -> SubspacePosterior:
-        """The same with few directions and variances equal to 1e-4, for predictions in
-        a third of the time or less.
+        """The same with few directions, for predictions in a third of the time or less.
 
         Where the complement is kept at a scalar prior, eigenvectors of the curvature
         with fλ/(fλ + δ) below a tolerance may as well lie outside the basis: no
         variance changes by more than this share. On a digits MLP 615 to 868 of 2,400
-        directions stay. The basis is that of the curvature, not of the gradients, and
-        takes O(K³ + K²P).
+        directions stay. The basis of the curvature takes O(K³ + K²P).
         """
-        if self.rank <= MANY_DIRECTIONS or not self.is_scalar or self.H.ndim == 1:
-            return self
-        if self.complement is not Complement.PRIOR:
+        at_prior = self.complement is Complement.PRIOR and self.is_scalar
+        if self.rank <= MANY_DIRECTIONS or self.H.ndim == 1 or not at_prior:
             return self
         eigenvalues, Q = torch.linalg.eigh(self.H.detach().double())
         eigenvalues, Q = eigenvalues.flip(0).clamp_min(0), Q.flip(1)
@@ -198,13 +192,9 @@ class SubspacePosterior:
         """Whether all weights have one prior precision."""
         return self.prior.numel() == 1
 
-    @property
-    def _is_layerwise(self) -> bool:
-        return self.prior.numel() == len(self.basis.numels) != self.n_params
-
     def prior_diagonal(self) -> torch.Tensor:
         """Return D as a vector `(P,)`, or `(1,)` for a scalar prior."""
-        if self.is_scalar or not self._is_layerwise:
+        if self.prior.numel() in (1, self.n_params):
             return self.prior
         sizes = torch.as_tensor(self.basis.numels, device=self.prior.device)
         return self.prior.repeat_interleave(sizes, output_size=self.n_params)
@@ -213,18 +203,17 @@ class SubspacePosterior:
     def prior_on_subspace(self) -> torch.Tensor:
         """The prior precision of z `(K, K)`: VᵀDV, or (VᵀD⁻¹V)⁻¹ where the complement
         varies as well. For a scalar prior δI, its diagonal in the eigenbasis."""
-        prior, H = self.prior.double(), self.H
-        if prior.numel() == 1:  # V is orthonormal
-            ones = torch.ones(self.rank, dtype=prior.dtype, device=H.device)
-            return prior * ones if H.ndim == 1 else (prior * ones).diag()
-        kept = self.complement is not Complement.DROP
-        weights = 1 / prior if kept else prior
-        if self._is_layerwise:
-            gram = torch.einsum("l,lij->ij", weights, self.basis.layer_grams)
-        else:
+        prior = self.prior.double()
+        if self.is_scalar:  # V is orthonormal
+            diagonal = prior.expand(self.rank)
+            return diagonal if self.H.ndim == 1 else diagonal.diag()
+        weights = 1 / prior if self.needs_residual else prior
+        if len(prior) == self.n_params:
             V = self.basis.directions.to(prior)
             gram = (V * weights) @ V.T
-        return torch.cholesky_inverse(_cholesky(gram)) if kept else gram
+        else:
+            gram = torch.einsum("l,lij->ij", weights, self.basis.layer_grams)
+        return torch.cholesky_inverse(_cholesky(gram)) if self.needs_residual else gram
 
     # The posterior of z = Vᵀ(θ − θ̂)
 
@@ -273,10 +262,8 @@ class SubspacePosterior:
         return self.spectrum.log_det_beyond(rank, ridge.reshape(()))
 
     def log_det_ratios(self) -> torch.Tensor:
-        """Return the same for every rank k = 1..K, `(K,)`, from one factorisation.
-
-        The Cholesky factor of a leading block is the leading block of the factor.
-        """
+        """Return the same for every rank k = 1..K, `(K,)`, from one factorisation: the
+        Cholesky factor of a leading block is the leading block of the factor."""
         ranks = range(1, self.rank + 1)
         if not self.is_scalar and self.complement is not Complement.DROP:
             return torch.stack([self.truncate(k).log_det_ratio for k in ranks])
@@ -384,19 +371,9 @@ class SubspacePosterior:
         residual: torch.Tensor | None = None,
         outputs: torch.Tensor | None = None,
     ) -> FunctionValues:
-        """Return the Gaussian over f(x).
-
-        Parameters
-        ----------
-        f : torch.Tensor
-            outputs of the model `(..., C)`
-        phi : torch.Tensor
-            features `(..., c, K)` of all outputs, or of c of them
-        residual : torch.Tensor, optional
-            products `(..., n, c, c)` of the n parts of the gradients outside the basis
-        outputs : torch.Tensor, optional
-            which outputs of each row features are of, `(B, c)`; None for all
-        """
+        """Return the Gaussian over f(x), outputs `(..., C)` with features
+        `(..., c, K)`, and products `(..., n, c, c)` of the n parts of their gradients
+        outside the basis; of all outputs, or of c `outputs` `(B, c)`."""
         root, matched = self.scale, self._matched
         if not self.needs_residual:
             residual = None
@@ -413,6 +390,6 @@ class SubspacePosterior:
         else:
             residual = residual.sum(-3) / self.outside_precision.to(residual)
         factor = _times(phi, root)
-        if outputs is None:
-            return FunctionValues(f, factor, residual)
-        return FunctionValues.of_outputs(f, factor, residual, outputs)
+        if outputs is not None:
+            return FunctionValues.of_outputs(f, factor, residual, outputs)
+        return FunctionValues(f, factor, residual)

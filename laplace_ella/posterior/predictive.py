@@ -50,17 +50,8 @@ def features_for(
 class Predictor:
     """A posterior together with the model whose outputs it is about.
 
-    Inputs are moved to the model's device; results have the shape of its output.
-
-    Attributes
-    ----------
-    posterior : SubspacePosterior
-    linearizer : Linearizer
-    observation : ObservationModel
-    dtype : torch.dtype
-        of the results; derivatives and algebra may be more precise
-    create_graph : bool
-        whether results can be differentiated with respect to the inputs
+    Inputs are moved to the model's device. Results have the shape of its output and
+    this `dtype`, and can be differentiated by the inputs with `create_graph`.
     """
 
     posterior: SubspacePosterior

@@ -39,22 +39,9 @@ N_POINTS, REACH = 1200, 45.0
 class Spectrum:
     """Eigenvalues of the curvature of N rows, from those of M sampled ones.
 
-    Attributes
-    ----------
-    eigenvalues : torch.Tensor
-        of the sample's Gram matrix, descending, float64
-    n_samples, n_rows, n_params : int
-        M, N, P
-    complete : bool
-        whether the sample is all N rows, which their numbers alone do not tell: other
-        rows may have been sampled
-
-    Examples
-    --------
-    >>> values = torch.tensor([4.0, 1.0], dtype=torch.float64)
-    >>> spectrum = Spectrum(values, n_samples=2, n_rows=2, n_params=5, complete=True)
-    >>> float(spectrum.degrees_of_freedom(torch.tensor(1.0)))  # 4/5 + 1/2
-    1.3
+    The `eigenvalues` are those of the sample's Gram matrix, descending, in float64.
+    Only the caller knows whether the sample is `complete`, all N rows: as many other
+    rows may have been sampled.
     """
 
     eigenvalues: torch.Tensor
