@@ -131,32 +131,27 @@ CASES = {
 }
 """The cases that every comparison with the dense reference runs over."""
 
+
+def _sequence(body, likelihood, width):
+    return _case(Sequence(body, 4), likelihood, 6, (3, width), 2)
+
+
+def _weight_norm():
+    first = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 2))
+    return _case(model, "regression", 6, (3,), 2)
+
+
+def _attention():
+    return nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True)
+
+
 ARCHITECTURES = {
     "tied": lambda: _case(TiedModel(), "classification", 6, (4,), 3),
-    "attention": lambda: _case(
-        Sequence(nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True), 4),
-        "classification",
-        6,
-        (3, 4),
-        2,
-    ),
-    "lstm": lambda: _case(
-        Sequence(nn.LSTM(3, 4, batch_first=True), 4), "regression", 6, (3, 3), 2
-    ),
-    "gru": lambda: _case(
-        Sequence(nn.GRU(3, 4, batch_first=True), 4), "regression", 6, (3, 3), 2
-    ),
-    "weight_norm": lambda: _case(
-        nn.Sequential(
-            nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)),
-            nn.Tanh(),
-            nn.Linear(4, 2),
-        ),
-        "regression",
-        6,
-        (3,),
-        2,
-    ),
+    "attention": lambda: _sequence(_attention(), "classification", 4),
+    "lstm": lambda: _sequence(nn.LSTM(3, 4, batch_first=True), "regression", 3),
+    "gru": lambda: _sequence(nn.GRU(3, 4, batch_first=True), "regression", 3),
+    "weight_norm": _weight_norm,
 }
 """Models on which some way of differentiating does not work."""
 
@@ -193,8 +188,7 @@ def priors(case):
     generator = torch.Generator().manual_seed(3)
 
     def draw(n):
-        u = torch.rand(n, generator=generator, dtype=torch.float64)
-        return 0.2 + 3 * u
+        return 0.2 + 3 * torch.rand(n, generator=generator, dtype=torch.float64)
 
     return {
         "scalar": torch.tensor([0.7], dtype=torch.float64),

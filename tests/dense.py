@@ -76,19 +76,9 @@ def expand_prior(prior, params):
     return prior
 
 
-def precision(H, V, D, factor=1.0):
-    """G = H·factor + VᵀDV (K, K)."""
-    return factor * H + V.T @ (D[:, None] * V)
-
-
 def subspace_covariance(H, V, D, factor=1.0):
-    """Σ = V G⁻¹ Vᵀ (P, P): the paper's posterior."""
-    return V @ torch.linalg.inv(precision(H, V, D, factor)) @ V.T
-
-
-def complement_covariance(H, V, D, factor=1.0):
-    """Σ = (D + V H Vᵀ)⁻¹ (P, P): the prior kept outside the subspace."""
-    return torch.linalg.inv(torch.diag(D) + factor * V @ H @ V.T)
+    """Σ = V (H·factor + VᵀDV)⁻¹ Vᵀ (P, P): the paper's posterior."""
+    return V @ torch.linalg.inv(factor * H + V.T @ (D[:, None] * V)) @ V.T
 
 
 def marginal(Js, Sigma):
@@ -100,20 +90,6 @@ def joint(Js, Sigma):
     """(B·C, B·C)."""
     flat = Js.flatten(0, 1)
     return flat @ Sigma @ flat.T
-
-
-def log_likelihood(loss_value, n_data, n_outputs, likelihood, sigma, temperature):
-    if likelihood != "regression":
-        return -loss_value / temperature
-    sigma = torch.as_tensor(sigma, dtype=torch.float64)
-    normaliser = n_data * n_outputs * (sigma.log() + 0.5 * log(2 * pi))
-    return -loss_value / sigma**2 / temperature - normaliser
-
-
-def evidence(log_lik, H, V, D, delta, factor=1.0):
-    """log p(D|θ̂) − ½[log det G − log det VᵀDV] − ½ (θ̂−μ)ᵀD(θ̂−μ)."""
-    ratio = precision(H, V, D, factor).logdet() - precision(0 * H, V, D).logdet()
-    return log_lik - 0.5 * (ratio + (delta * D) @ delta)
 
 
 def sampled_probs(f_mu, f_var, n_samples, seed=0):
@@ -180,18 +156,12 @@ def kappa_eq21(J1, J2, J_train, Lam, rows, prior):
 
 
 class Reference:
-    """Everything about one problem, given the directions V (P, K).
-
-    `sigma`, `temperature` and `prior_mean` are those of the likelihood and the prior;
-    every method takes the prior precision, scalar, layerwise or diagonal.
-    """
+    """Everything about one problem, given the directions V (P, K); methods take the
+    prior precision, scalar, layerwise or diagonal."""
 
     def __init__(self, case, V, sigma=1.0, temperature=1.0, prior_mean=0.0):
-        self.model, self.params, self.likelihood = (
-            case.model,
-            case.params,
-            case.likelihood,
-        )
+        self.model, self.params = case.model, case.params
+        self.likelihood = case.likelihood
         self.V, self.sigma, self.temperature = V, sigma, temperature
         self.f, self.Js = jacobians(case.model, case.x, case.params)
         self.Lam = loss_hessian(self.f, case.likelihood)
@@ -205,57 +175,45 @@ class Reference:
         return expand_prior(prior, self.params)
 
     def precision(self, prior):
-        return precision(self.H, self.V, self.prior(prior), self.factor)
+        """G = H·factor + VᵀDV (K, K)."""
+        return self.factor * self.H + self.V.T @ (self.prior(prior)[:, None] * self.V)
 
     def covariance(self, prior, complement="drop"):
-        """Σ (P, P) of the weights."""
-        pick = {"drop": subspace_covariance, "prior": complement_covariance}[complement]
-        return pick(self.H, self.V, self.prior(prior), self.factor)
+        """Σ (P, P) of the weights; (D + V H Vᵀ)⁻¹ with the prior outside the basis."""
+        D = self.prior(prior)
+        if complement == "drop":
+            return subspace_covariance(self.H, self.V, D, self.factor)
+        return torch.linalg.inv(
+            torch.diag(D) + self.factor * self.V @ self.H @ self.V.T
+        )
 
     def predict(self, x, prior, complement="drop"):
         """f_mu (B, C) and f_var (B, C, C)."""
         f, Js = jacobians(self.model, x, self.params)
         return f, marginal(Js, self.covariance(prior, complement))
 
-    def predict_joint(self, x, prior, complement="drop"):
-        """f_mu (B·C,) and f_var (B·C, B·C)."""
-        f, Js = jacobians(self.model, x, self.params)
-        return f.flatten(), joint(Js, self.covariance(prior, complement))
-
     @property
     def log_likelihood(self):
-        return log_likelihood(
-            self.loss, *self.f.shape, self.likelihood, self.sigma, self.temperature
-        )
+        normaliser = 0.0
+        if self.likelihood == "regression":
+            sigma = torch.as_tensor(self.sigma, dtype=torch.float64)
+            normaliser = self.f.numel() * (sigma.log() + 0.5 * log(2 * pi))
+        return -self.loss * self.factor - normaliser
 
     def evidence(self, prior):
-        return evidence(
-            self.log_likelihood,
-            self.H,
-            self.V,
-            self.prior(prior),
-            self.delta,
-            self.factor,
-        )
+        """log p(D|θ̂) − ½[log det G − log det VᵀDV] − ½ (θ̂−μ)ᵀD(θ̂−μ)."""
+        D, G = self.prior(prior), self.precision(prior)
+        before = G - self.factor * self.H
+        scatter = (self.delta * D) @ self.delta
+        return self.log_likelihood - 0.5 * (G.logdet() - before.logdet() + scatter)
 
 
 class Exact:
-    """Linearised Laplace with every gradient and every weight, in float64.
+    """Linearised Laplace with every gradient and every weight, in float64, from outputs
+    (n, C), Jacobians (n, C, P) and targets of the training data's rows, and θ̂ − μ₀.
 
     Nothing is cancelled that could be small: variances are squares of L⁻¹Jᵀ with
     LLᵀ = D + JᵀΛJ, log determinants are of the whitened I + D^{-1/2}JᵀΛJD^{-1/2}.
-
-    Parameters
-    ----------
-    f, Js : torch.Tensor
-        outputs (n, C) and Jacobians (n, C, P) of the training data, n = N·S rows of C
-        outputs at one position each
-    y : torch.Tensor
-        targets of the rows
-    likelihood : str
-        'regression', 'classification' or 'multi_label'
-    delta : torch.Tensor
-        θ̂ − μ₀ (P,)
     """
 
     def __init__(self, f, Js, y, likelihood, delta):
