@@ -59,8 +59,6 @@ class NystromBasis:
     >>> la.fit(DataLoader(data, batch_size=25))
     >>> la.basis.vectors.shape, la.basis.n_samples  # V (P, K), M = N·C
     (torch.Size([9, 5]), 150)
-    >>> la.basis.truncate(3).rank
-    3
     """
 
     directions: torch.Tensor
@@ -111,9 +109,8 @@ class RowBuffer:
     """Gradients as they come, all of them or a summary of bounded size.
 
     A full buffer is replaced by its `keep` leading singular directions, scaled by their
-    singular values: a truncated incremental singular value decomposition. What is lost
-    each time is the smallest part of the buffer's energy; with no more rows than
-    `capacity` nothing is.
+    singular values: a truncated incremental singular value decomposition, which loses
+    the smallest part of the energy.
     """
 
     def __init__(
@@ -161,10 +158,10 @@ class RowBuffer:
 def nystrom_basis(
     buffer: RowBuffer, n_eigenvalues: int | None, accurate: bool = False
 ) -> NystromBasis:
-    """Return the top right singular vectors of all rows; all usable ones for None.
+    """Return the top right singular vectors of all rows; all usable ones for None, and
+    with a `RankWarning` where there are fewer than `n_eigenvalues`.
 
-    `accurate` is for those who need the small eigenvalues as well. Fewer usable
-    directions than `n_eigenvalues` truncate, with a `RankWarning`. The directions may
+    `accurate` is for those who need the small eigenvalues as well. The directions may
     take the place of the rows in memory: the buffer is used up.
     """
     basis = _decompose(buffer, n_eigenvalues, accurate or n_eigenvalues is None)[0]
@@ -182,10 +179,8 @@ def nystrom_basis(
 
 def exact_basis(buffer: RowBuffer) -> tuple[NystromBasis, torch.Tensor]:
     """Return all usable directions and the coefficients `(M, K)` of the rows in them,
-    float64, with rows = coefficients @ directions. The buffer is used up.
-
-    The coefficients are the features of the training data: they need no second pass.
-    """
+    the features of the training data: rows = coefficients @ directions. The buffer is
+    used up."""
     return _decompose(buffer, None, True)
 
 
@@ -284,11 +279,8 @@ def _multiply(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _orthonormalize(directions: torch.Tensor) -> torch.Tensor:
-    """Make rows orthonormal in place, keeping their nested spans (Cholesky-QR), and
-    return the triangular L `(K, K)` with directions = L·(orthonormal rows).
-
-    Dividing by √λ_k loses digits for small λ_k; this restores orthogonality.
-    """
+    """Make rows, which lost digits by dividing by √λ_k, orthonormal in place, keeping
+    their nested spans (Cholesky-QR); return L `(K, K)` with directions = L·rows."""
     factor, info = torch.linalg.cholesky_ex(_gram(directions))
     if has_values(info) and info.any():  # too close to singular for a Gram matrix
         Q, R = torch.linalg.qr(directions.double().T)

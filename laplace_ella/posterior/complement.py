@@ -115,9 +115,9 @@ class Precisions:
         f, delta = factor.double().reshape(()), prior.double().reshape(())
         n = max(spectrum.n_rows, 1)  # without data nothing is known: the prior holds
 
-        def ratio(a: Any, b: torch.Tensor, n: int = 1) -> torch.Tensor:
-            """Return a/b from δ to δ + fna; the latter where b is not positive."""
-            most = delta + f * n * a
+        def ratio(a: Any, b: torch.Tensor, times: int = 1) -> torch.Tensor:
+            """Return a/b from δ to δ + fa·times; the latter where b is not positive."""
+            most = delta + f * times * a
             found = torch.where(b > 0, a / b.clamp_min(1e-300), most)
             return torch.minimum(torch.maximum(found, delta), most)
 

@@ -18,10 +18,7 @@ from laplace_ella.support.batches import Positions, has_values
 def target_rows(
     y: torch.Tensor, size: int, positions: Positions, family: Family
 ) -> torch.Tensor:
-    """Return targets of `size` examples as rows `(size·S, ...)`, checked.
-
-    An error names what was expected and what came.
-    """
+    """Return targets of `size` examples as rows `(size·S, ...)`, checked."""
     y = torch.as_tensor(y)
     categorical = family is Family.CATEGORICAL
     outputs, classes = (size, *positions.output_shape), (size, *positions.shape)
@@ -36,15 +33,11 @@ def target_rows(
             f"probabilities of shape {outputs}, got shape {shape} and dtype {y.dtype}."
         )
     else:
-        dims = range(1, len(outputs) if y.ndim == len(outputs) - 1 else 1)
-        missing = [dim for dim in dims if y.unsqueeze(dim).shape == outputs]
-        remedy = "Reshape the targets, or return this shape from the model."
-        if missing:
-            remedy = f"Reshape the targets with y.unsqueeze({missing[0]})."
         kind = "Regression" if family.is_regression else "Multi-label"
         raise ValueError(
             f"{kind} targets must have the shape of the model's output, {outputs}, got "
-            f"{shape}. {remedy}"
+            f"{shape}. Reshape the targets, for example by y.unsqueeze(-1), or return "
+            "their shape from the model."
         )
     if has_values(rows) and rows.numel():
         _check_values(rows, positions, family)
@@ -144,11 +137,11 @@ def sample_cotangents(
 ) -> torch.Tensor:
     """Draw n cotangents c of every row with E[ccᵀ] = Λ/n and mean zero, `(R, C, n)`.
 
-    The outer products of cᵀJ(x) are then an unbiased estimate of JᵀΛJ, a Monte-Carlo
-    Fisher; of rows that belong to one example, c may be added up. Laplace's backends
-    draw labels from p; a confident network then hardly ever meets the classes that the
-    curvature comes from. Here a label is drawn in proportion to its share of tr Λ, and
-    weighted to make up for it, so that every c is as long as every other.
+    The outer products of cᵀJ(x) are then an unbiased estimate of JᵀΛJ, also where c is
+    added up over rows of one example. Labels drawn from p, as by Laplace's backends,
+    would hardly ever be those that the curvature of a confident network comes from.
+    Here a label is drawn in proportion to its share of tr Λ, and weighted to make up
+    for it, so that every c is as long as every other.
     """
     R, C = f.shape
     f = f.double()
@@ -174,11 +167,10 @@ def sample_cotangents(
 
 def target_cotangents(f: torch.Tensor, y: torch.Tensor, family: Family) -> torch.Tensor:
     """Return c `(R, C)` in float64 with ccᵀ the empirical Fisher, for every row of
-    outputs `(R, C)` and checked targets `(R, C)` or classes `(R,)`.
+    outputs `(R, C)` and checked targets: the gradient of the loss by the outputs.
 
-    c is the gradient of the loss by the outputs; of rows that belong to one example, c
-    adds up in cᵀJ(x). Regression has a factor of √2: Laplace halves the outer product
-    of the gradients 2(f − y) of the square error, not those of half of it.
+    Regression has a factor of √2: Laplace halves the outer product of the gradients
+    2(f − y) of the square error, not those of half of it.
     """
     f = f.double()
     if family.is_regression:

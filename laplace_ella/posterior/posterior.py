@@ -77,7 +77,6 @@ class SubspacePosterior:
 
     Attributes
     ----------
-    basis : NystromBasis
     H : torch.Tensor
         Σ φᵀΛφ `(K, K)`, float64; or its eigenvalues `(K,)`, in its eigenbasis, for a
         scalar prior: precision, covariance and scale are diagonals `(K,)` then
@@ -87,10 +86,8 @@ class SubspacePosterior:
         prior precision: scalar `(1,)`, layerwise `(L,)` or diagonal `(P,)`
     complement : Complement or float
         a number is the precision of all directions outside the basis
-    spectrum : Spectrum, optional
-        of the curvature, in all directions
-    span : Span, optional
-        of the sampled gradients
+    spectrum, span : optional
+        of the curvature in all directions, and of the sampled gradients
     whole : bool
         whether the evidence is of the whole spectrum, where it is known, or of the
         directions in the basis

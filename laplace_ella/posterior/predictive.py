@@ -1,8 +1,5 @@
-"""Predictions of a posterior at new inputs: function values, probabilities, samples.
-
-Inputs are cut into parts whose results fit the memory budget; only what is asked for
-jointly over all inputs is computed at once.
-"""
+"""Predictions of a posterior at new inputs, part by part within the memory budget; only
+what is asked for jointly over all inputs is computed at once."""
 
 from __future__ import annotations
 

@@ -78,14 +78,11 @@ class Span:
     ----------
     directions : torch.Tensor
         of the sketched gradients `(r, p)`, orthonormal rows, by descending eigenvalue
-    sketch : Sketch
     sizes : tuple of int
         how many of them belong to each decade
-    usual : float, optional
-        mean squared norm outside of gradients of the data that were not sampled; None
-        if all were
-    largest : float
-        and what hardly any of them exceeds
+    usual, largest : float
+        squared norm outside of gradients of the data that were not sampled: its mean,
+        None if all were, and what hardly any of them exceeds
     """
 
     directions: torch.Tensor
