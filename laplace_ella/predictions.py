@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import replace
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
@@ -321,8 +320,9 @@ class PredictingLaplace(EllaBase):
 
         Of models with outputs at S positions: `(B·S, C)` and `(B·S, C, K)`.
         """
-        with self._predicting() as predictor:  # in all directions
-            return replace(predictor, posterior=self.posterior).features(x)
+        with self._predicting() as predictor:
+            found = predictor.features(x, self.posterior.basis.directions)
+        return found.f, found.phi
 
     def cache_features(
         self, loader: DataLoader, progress_bar: bool = False

@@ -103,31 +103,27 @@ class TiedModel(nn.Module):
         return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
 
 
-def _frozen(model, *names):
-    for name, p in model.named_parameters():
-        p.requires_grad_(name not in names)
+def _frozen():
+    model = mlp(3, 4, 4, 3)
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
     return model
 
 
 def _case(model, likelihood, n, shape, n_out, **kwargs):
     x, x_test = torch.randn(n, *shape), torch.randn(7, *shape)
-    if likelihood == "regression":
-        y = torch.randn(n, n_out)
-    else:
-        y = torch.randint(n_out, (n,))
+    regression = likelihood == "regression"
+    y = torch.randn(n, n_out) if regression else torch.randint(n_out, (n,))
     return Case(model.eval(), likelihood, x, y, x_test, kwargs)
 
 
+NOISE = {"sigma_noise": 0.4}
 CASES = {
     "regression_1": lambda: _case(mlp(2, 5, 1), "regression", 12, (2,), 1),
-    "regression_3": lambda: _case(
-        mlp(3, 4, 3), "regression", 10, (3,), 3, sigma_noise=0.4
-    ),
+    "regression_3": lambda: _case(mlp(3, 4, 3), "regression", 10, (3,), 3, **NOISE),
     "classification_mlp": lambda: _case(mlp(3, 5, 3), "classification", 12, (3,), 3),
     "classification_cnn": lambda: _case(CNN(), "classification", 11, (1, 6, 6), 4),
-    "frozen": lambda: _case(
-        _frozen(mlp(3, 4, 4, 3), "0.weight", "2.bias"), "classification", 9, (3,), 3
-    ),
+    "frozen": lambda: _case(_frozen(), "classification", 9, (3,), 3),
 }
 """The cases that every comparison with the dense reference runs over."""
 

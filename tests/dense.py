@@ -18,29 +18,23 @@ def jacobians(model, x, params=None):
         params = [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad():
         f = model(x)
-        Js = torch.stack(
-            [
-                torch.stack([_flat_grad(f_bc, params) for f_bc in f_b])
-                for f_b in f.unbind()
-            ]
-        )
-    return f.detach(), Js.detach()
+        Js = torch.stack([_flat_grad(output, params) for output in f.flatten()])
+    return f.detach(), Js.detach().unflatten(0, f.shape)
 
 
 def _flat_grad(output, params):
     grads = torch.autograd.grad(output, params, retain_graph=True, allow_unused=True)
-    return torch.cat(
-        [
-            torch.zeros_like(p).flatten() if g is None else g.flatten()
-            for g, p in zip(grads, params, strict=True)
-        ]
-    )
+    pairs = zip(grads, params, strict=True)
+    grads = [torch.zeros_like(p) if g is None else g for g, p in pairs]
+    return torch.cat([g.flatten() for g in grads])
 
 
 def loss(f, y, likelihood):
     """Negative log-likelihood without noise and normaliser, as Laplace sums it."""
     if likelihood == "regression":
         return 0.5 * (f - y).square().sum()
+    if likelihood == "multi_label":
+        return F.binary_cross_entropy_with_logits(f, y, reduction="sum")
     return F.cross_entropy(f, y, reduction="sum")
 
 
@@ -48,6 +42,8 @@ def loss_hessian(f, likelihood):
     """Λ (B, C, C)."""
     if likelihood == "regression":
         return torch.eye(f.shape[-1], dtype=f.dtype).expand(len(f), -1, -1)
+    if likelihood == "multi_label":
+        return torch.diag_embed(f.sigmoid() * (1 - f.sigmoid()))
     p = f.softmax(-1)
     return torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
 
@@ -141,13 +137,6 @@ LINKS = {
 }
 
 
-def kappa_eq8(J1, J2, J_train, Lam, rows, prior):
-    """κ_ELLA (C, C) through the features φ = J V with K = M (paper, Eq. 8)."""
-    V, _ = nystrom(rows, len(rows))
-    G = curvature(J_train, Lam, V) + prior * torch.eye(V.shape[1]).double()
-    return J1 @ V @ torch.linalg.inv(G) @ (J2 @ V).T
-
-
 def kappa_eq21(J1, J2, J_train, Lam, rows, prior):
     """κ_ELLA (C, C) through Σ' (paper, Eq. 21), without eigenvectors."""
     cross = torch.einsum("mp,ncp->nmc", rows, J_train)  # J̃ Jᵀ, by example
@@ -219,23 +208,15 @@ class Exact:
     def __init__(self, f, Js, y, likelihood, delta):
         self.Js, self.delta, self.likelihood = Js, delta, likelihood
         self.n_rows = len(f)
+        self.Lam = loss_hessian(f, likelihood)
         if likelihood == "regression":
-            self.Lam = None
             self.loss = 0.5 * (f - y).square().sum(0)  # (C,)
-        elif likelihood == "multi_label":
-            p = f.sigmoid()
-            self.Lam = torch.diag_embed(p * (1 - p))
-            self.loss = F.binary_cross_entropy_with_logits(f, y, reduction="sum")
         else:
-            self.Lam = loss_hessian(f, likelihood)
-            self.loss = F.cross_entropy(f, y, reduction="sum")
+            self.loss = loss(f, y, likelihood)
 
     def curvature(self, sigma):
-        """Σ JᵀΛJ (P, P), Λ = σ⁻² for each output in regression."""
-        Lam = self.Lam
-        if Lam is None:
-            C = self.Js.shape[1]
-            Lam = torch.diag(sigma.double().expand(C) ** -2).expand(self.n_rows, C, C)
+        """Σ JᵀΛJ (P, P), Λ = σ⁻² for each output in regression; else σ is one."""
+        Lam = self.Lam * sigma.double() ** -2
         return torch.einsum("ncp,ncd,ndq->pq", self.Js, Lam, self.Js)
 
     def covariance(self, J, D, sigma):
@@ -251,10 +232,8 @@ class Exact:
         ratio = torch.linalg.slogdet(torch.eye(len(D)).double() + whitened)[1]
         if self.likelihood == "regression":
             noise = sigma.double().expand(self.Js.shape[1])
-            each = self.loss / noise**2 + self.n_rows * (
-                noise.log() + 0.5 * log(2 * pi)
-            )
-            log_lik = -each.sum()
+            normaliser = self.n_rows * (noise.log() + 0.5 * log(2 * pi))
+            log_lik = -(self.loss / noise**2 + normaliser).sum()
         else:
             log_lik = -self.loss
         return log_lik - 0.5 * (ratio + (self.delta**2 * D).sum())

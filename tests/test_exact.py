@@ -6,7 +6,6 @@ import copy
 import re
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -16,21 +15,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace_ella import ELLALaplace, ELLALLLaplace
 from laplace_ella.errors import NumericalWarning, RankWarning
 from tests import dense
-from tests.cases import mlp
+from tests.cases import Case, mlp, priors
 
 
 @dataclass
-class Problem:
-    """A network in float64 with data, and what the dense reference needs of it."""
+class Problem(Case):
+    """A case with the class that fits it, and the names of the uncertain parameters."""
 
-    model: nn.Module
-    likelihood: str
-    x: torch.Tensor
-    y: torch.Tensor
-    x_test: torch.Tensor
-    kwargs: dict[str, Any]
-    cls: type
-    uncertain: tuple[str, ...] | None  # names; all if None
+    cls: type = ELLALaplace
+    uncertain: tuple[str, ...] | None = None  # all if None
 
     @property
     def params(self):
@@ -41,18 +34,15 @@ class Problem:
     def sigma(self):
         return torch.as_tensor(self.kwargs.get("sigma_noise", 1.0)).double()
 
-    def loader(self, dtype=torch.float64):
-        y = self.y.to(dtype) if self.y.is_floating_point() else self.y
-        return DataLoader(TensorDataset(self.x.to(dtype), y), batch_size=5)
-
     def fit(self, dtype=torch.float64, **kwargs):
         """An exact fit of the network in this precision; no warning is allowed."""
         model = copy.deepcopy(self.model).to(dtype)
         options = {"n_eigenvalues": "exact"} | self.kwargs | kwargs
         la = self.cls(model, self.likelihood, **options)
+        y = self.y.to(dtype) if self.y.is_floating_point() else self.y
         with warnings.catch_warnings():
             warnings.simplefilter("error", RankWarning)
-            la.fit(self.loader(dtype))
+            la.fit(DataLoader(TensorDataset(self.x.to(dtype), y), 5))
         return la
 
     def jacobians(self, x):
@@ -118,16 +108,6 @@ def make(name):
     return PROBLEMS[name]()
 
 
-def structures(problem):
-    """A scalar, a layerwise and a diagonal prior precision, float64."""
-    sizes = [p.numel() for p in problem.params]
-    generator = torch.Generator().manual_seed(3)
-    return [
-        0.2 + 3 * torch.rand(n, generator=generator, dtype=torch.float64)
-        for n in (1, len(sizes), sum(sizes))
-    ]
-
-
 def close(actual, expected, rtol):
     """Equal up to a fraction of the largest value."""
     atol = rtol * expected.abs().max().item()
@@ -144,7 +124,7 @@ def test_variance_and_evidence(name, dtype):
     _, Js = problem.jacobians(x)
     rtol = 1e-7 if dtype == torch.float64 else 1e-5
     noise = problem.sigma.to(dtype)
-    for prior in structures(problem):
+    for prior in priors(problem).values():
         D = dense.expand_prior(prior, problem.params)
         la.prior_precision = prior.to(dtype)
         joint = exact.covariance(Js.flatten(0, 1), D, problem.sigma)

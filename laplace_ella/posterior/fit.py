@@ -221,12 +221,17 @@ class Fit:
         the part of a gradient outside the basis, which is zero, comes out as about
         16 ε²|J|²: measured with networks of 10³ to 4·10⁴ parameters.
         """
-        basis, values = self.basis, self.basis.all_eigenvalues
-        if not has_values(values):
+        known, given_up, trace = (
+            self.basis.eigenvalues,
+            self.basis.tail,
+            self.basis.trace,
+        )
+        if given_up is None or not has_values(known):
             return 0.0
-        delta = posterior.prior.detach().double().min().to(values)
-        weight = float(posterior.factor * posterior.H.trace()) / basis.trace
-        exact = values / (weight * values + delta)
-        given_up = (values / delta - exact)[basis.rank :].sum()
-        noise = 16 * torch.finfo(self.dtype).eps ** 2 * basis.trace / delta
-        return float((given_up + noise) / exact.sum())
+        delta = posterior.prior.detach().double().min().to(known)
+        weight = float(posterior.factor * posterior.H.trace()) / trace
+        exact = given_up / (weight * given_up + delta)
+        excess = (given_up / delta - exact).sum()
+        excess = excess + 16 * torch.finfo(self.dtype).eps ** 2 * trace / delta
+        total = exact.sum() + (known / (weight * known + delta)).sum()
+        return float(excess / total)

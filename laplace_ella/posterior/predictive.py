@@ -73,13 +73,14 @@ class Predictor:
             )
             yield values, found.positions
 
-    def features(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs `(B·S, C)` and features `(B·S, C, K)`."""
-        linearizer, V = self.linearizer, self.posterior.basis.directions
-        parts = linearizer.parts(to_device(x, linearizer.device), 2 * len(V))
-        found = [linearizer.features(part, V, self.create_graph) for part in parts]
+    def features(self, x: Any, directions: torch.Tensor) -> Features:
+        """Return outputs and features in directions Vᵀ `(K, P)`."""
+        linearizer, K = self.linearizer, len(directions)
+        parts = linearizer.parts(to_device(x, linearizer.device), 2 * K)
+        how = directions, self.create_graph
+        found = [linearizer.features(part, *how) for part in parts]
         f, phi = torch.cat([p.f for p in found]), torch.cat([p.phi for p in found])
-        return f.to(self.dtype), phi.to(self.dtype)
+        return Features(f.to(self.dtype), phi.to(self.dtype), found[0].positions)
 
     def marginal(
         self, x: Any, diagonal_output: bool = False
@@ -187,7 +188,9 @@ class Predictor:
                     torch.randn(n, posterior.rank, **drawn),
                     torch.randn(n, posterior.n_params, **drawn),
                 )
-                samples.append(self._values_at(x, offsets))
+                found = self.features(x, offsets)  # J(θ − θ̂), without J
+                values = found.f.unsqueeze(-1) + found.phi  # (B·S, C, n)
+                samples.append(found.positions.restore(values).movedim(-1, 0))
             return torch.cat(samples)
         values = self._joint_values(x)
         f, root = values.mean, values.factor  # (n, R)
@@ -195,16 +198,6 @@ class Predictor:
             root = psd_root(values.covariance())
         noise = torch.randn(n_samples, root.shape[1], **drawn, dtype=root.dtype)
         return (f + accurate_product(noise, root).unflatten(-1, f.shape)).to(self.dtype)
-
-    def _values_at(self, x: Any, offsets: torch.Tensor) -> torch.Tensor:
-        """Return f + J(θ − θ̂) `(n, B, ...)` for offsets `(n, P)`, without J."""
-        parts = []
-        for part in self.linearizer.parts(x, 2 * len(offsets)):
-            features = self.linearizer.features(part, offsets)
-            values = features.f.unsqueeze(-1) + features.phi  # (b·S, C, n)
-            values = features.positions.restore(values).movedim(-1, 0)
-            parts.append(values.to(self.dtype))
-        return torch.cat(parts, 1)
 
     def network(self, x: Any, theta: torch.Tensor, **model_kwargs: Any) -> torch.Tensor:
         """Return outputs of the network with other weights θ `(P,)`."""
