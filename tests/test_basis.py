@@ -316,7 +316,7 @@ def test_parts_of_a_span():
 
 def test_auto_takes_ninety_per_cent_of_the_energy(monkeypatch, recwarn):
     """The least rank with 90 % of the trace, where exact is not affordable."""
-    monkeypatch.setattr("laplace_ella.fitting.plan.AUTO_MAX_PAIRS", 0)
+    monkeypatch.setattr("laplace_ella.fitting.sampling.AUTO_MAX_PAIRS", 0)
     case = make("classification_mlp")
     la = build(case, n_eigenvalues="auto")
     la.fit(case.loader())
