@@ -275,41 +275,39 @@ def test_same_as_one_process(group, single, name):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [
-        ("raise", "OSError: a disk is gone"),
-        ("raise exact", "OSError: a disk is gone"),
-        ("nan", "NaN or infinite outputs"),
-        ("targets", "targets must have the shape"),
-        ("nothing", "The loader yields no example"),
-    ],
-)
-def test_one_failing_process_stops_both(group, name, cause):
+FAILING = {
+    "raise": "OSError: a disk is gone",
+    "raise exact": "OSError: a disk is gone",
+    "nan": "NaN or infinite outputs",
+    "targets": "targets must have the shape",
+    "nothing": "The loader yields no example",
+}
+DIFFERING = {
+    "weights": "The model of rank 1 is not that of rank 0: 0",
+    "seed": "seed differs between the processes: rank 0 has 1234, rank 1 has 2",
+    "argument": "max_data differs between the processes: rank 0 has 5, rank 1",
+    "validation": "the validation differs between the processes",
+    "checkpoint": "checkpoint= is for a fit by one process",
+    "call": "the call differs between the processes: rank 0 has fit()",
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_one_failing_process_stops_both(group, name):
     """The failing one with its own error, the other with rank and cause."""
     first, last = (outcome["failures"] for outcome in group)
-    assert cause in last[name]
+    assert FAILING[name] in last[name]
     assert not last[name].startswith("OtherProcessError")
     assert first[name].startswith("OtherProcessError: Rank 1 failed")
-    assert cause in first[name]
+    assert FAILING[name] in first[name]
     assert first[name + " left"]
     assert last[name + " left"]
 
 
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [
-        ("weights", "The model of rank 1 is not that of rank 0: 0"),
-        ("seed", "seed differs between the processes: rank 0 has 1234, rank 1 has 2"),
-        ("argument", "max_data differs between the processes: rank 0 has 5, rank 1"),
-        ("validation", "the validation differs between the processes"),
-        ("checkpoint", "checkpoint= is for a fit by one process"),
-        ("call", "the call differs between the processes: rank 0 has fit()"),
-    ],
-)
-def test_both_must_do_the_same(group, name, cause):
+@pytest.mark.parametrize("name", DIFFERING)
+def test_both_must_do_the_same(group, name):
     for outcome in group:
-        assert cause in outcome["failures"][name]
+        assert DIFFERING[name] in outcome["failures"][name]
 
 
 def test_afterwards_both_work(group):

@@ -19,7 +19,7 @@ from torch.utils.data import (
 from laplace_ella import EarlyStopping, ELLALaplace, augmented_validation
 from laplace_ella.fitting.data import draw_pairs, known_length, pairs_within
 from tests import dense
-from tests.cases import DictModel, make, mapping_loader
+from tests.cases import make
 from tests.fitting import assert_close, build, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.errors.RankWarning")
@@ -248,13 +248,7 @@ def test_max_data_ends_what_does_not_end(kind):
         la.fit(loader, max_data=0)
 
 
-def test_mappings_and_workers():
-    case = problem(REGRESSION)
-    expected = fit(case, n_eigenvalues="exact", complement="prior")
-    case.model = DictModel(case.model, "a")
-    la = build(case, n_eigenvalues="exact", complement="prior", dict_key_x="a")
-    la.fit(mapping_loader(case.x, case.y, "a"))
-    assert_close(la.H.diagonal().sum(), expected.H.diagonal().sum())
+def test_workers():
     case = problem(CLASSIFICATION)
     la = build(case, n_eigenvalues=4)
     la.fit(DataLoader(data(case), 5, num_workers=1))

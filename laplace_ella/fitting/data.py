@@ -37,16 +37,12 @@ def loader_batches(
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield inputs on the device, and targets as the loader gives them; refuse what
     cannot be read, or not more than once."""
-    if not isinstance(loader, Iterable) or isinstance(loader, (torch.Tensor, Mapping)):
+    refused = (torch.Tensor, Mapping, Iterator)
+    if not isinstance(loader, Iterable) or isinstance(loader, refused):
         raise TypeError(
-            "train_loader must be a torch.utils.data.DataLoader, or yield batches "
-            f"whenever it is iterated over; got {type(loader).__name__}."
-        )
-    if isinstance(loader, Iterator):
-        raise TypeError(
-            f"train_loader is a {type(loader).__name__}, which can be read only once; "
-            "a fit reads the data twice, for the basis and for the curvature. Pass the "
-            "loader itself, or an object whose __iter__ starts anew."
+            "A loader must be a torch.utils.data.DataLoader, or yield batches whenever "
+            f"it is iterated over; got {type(loader).__name__}. What can be read only "
+            "once, like iter(loader), will not do: a fit reads its data twice."
         )
     batches = seeded_iteration(loader)
     if progress_bar:

@@ -28,13 +28,7 @@ ROWS_AT_ONCE = 512
 
 #: Outputs (R, C), their features (R, C, K) or what multiplies cotangents (b, n, O) by
 #: J(x)V, targets, positions, and the digest of all targets at the end of a batch.
-Part = tuple[
-    torch.Tensor,
-    torch.Tensor | Callable[[torch.Tensor], torch.Tensor],
-    torch.Tensor,
-    Positions,
-    str | None,
-]
+Part = tuple[torch.Tensor, Any, torch.Tensor, Positions, str | None]
 
 
 def check_stopping(stopping: Any, val_loader: Any) -> tuple[EarlyStopping | None, bool]:
