@@ -25,9 +25,6 @@ def loader_of(x, y, size=5, **kwargs):
     return DataLoader(TensorDataset(x, y), size, **kwargs)
 
 
-# --- targets at many positions -----------------------------------------------------
-
-
 class Grid(nn.Module):
     """Outputs at every pixel, in either layout."""
 
@@ -87,9 +84,6 @@ def test_predictions_at_another_number_of_positions(layout, likelihood):
         assert samples.shape == (3, *model(x).shape)
 
 
-# --- memory ------------------------------------------------------------------------
-
-
 class Largest(TorchDispatchMode):
     """The number of entries of the largest tensor that any operator returns."""
 
@@ -135,9 +129,6 @@ def test_the_complement_of_many_outputs_within_the_budget():
     with Largest() as largest:
         assert la(x[:4]).shape == (4, C)
     assert largest.numel <= C * la.n_params
-
-
-# --- fits and searches -------------------------------------------------------------
 
 
 @flavours

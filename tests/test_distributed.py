@@ -52,9 +52,8 @@ def shard(tensors, rank, size):
 def sparse(tensors, rank, size):
     """Shards whose first, middle and last examples are equal."""
     x, y = (t[:5] for t in tensors)
-    own = [(x * 0, y), (x * (rank + 2), y), (x * 0, y)]
-    every = [(x * 0, y), (x * 2, y), (x * 0, y)], [(x * 0, y), (x * 3, y), (x * 0, y)]
-    return own if size > 1 else every[0] + every[1]
+    first, second = ([(x * 0, y), (x * n, y), (x * 0, y)] for n in (2, 3))
+    return (first, second)[rank] if size > 1 else first + second
 
 
 def ella(likelihood="regression", cls=ELLALaplace, seed=0, **settings):
@@ -69,20 +68,14 @@ def found(la):
     x = torch.linspace(-2, 2, 4 * D, dtype=torch.float64).view(1, 4, D)
     return {
         "n_data": la.n_data,
-        "rank": la.rank,
-        "n_samples": la.basis.n_samples,
-        "eigenvalues": la.basis.eigenvalues,
-        "loss": la.loss,
+        "ranks": (la.rank, la.basis.n_samples),
+        "fit": (la.basis.eigenvalues, la.loss, la.joint_predictive(x)[1]),
         "evidence": la.log_marginal_likelihood().detach(),
-        "covariance": la.joint_predictive(x)[1],
-        "prior": la.prior_precision,
-        "temperatures": (float(la.temperature), la.softmax_temperature),
-        "history": [(point["n_data"], point["loss"]) for point in la.history],
+        "settings": (la.prior_precision, la.temperature, la.softmax_temperature),
+        "history": la.history,
         "bits": (la.basis.directions, la.H),
     }
 
-
-# --- what they do --------------------------------------------------------------------
 
 EXACT = {"n_eigenvalues": "exact"}
 ALL_PAIRS = {"n_eigenvalues": 6, "subsample_size": 10**6}
@@ -130,9 +123,11 @@ def tuning(rank, size):
 
 def summaries(rank, size):
     """Each process has room for a part of its gradients only; a float32 model."""
-    la = ella("classification", n_eigenvalues=3, subsample_size=10**6)
-    compute = ComputeOptions("reverse", "vmap", 4, "18 kB")
-    la = ELLALaplace(la.model, "classification", n_eigenvalues=3, compute=compute)
+    options = {
+        "n_eigenvalues": 3,
+        "compute": ComputeOptions("reverse", "vmap", 4, "18 kB"),
+    }
+    la = ELLALaplace(ella().model, "classification", **options)
     la.fit(shard(classification(), rank, size))
     return {"streaming": la.basis.method == "streaming", "M": la.basis.n_samples}
 
@@ -197,9 +192,6 @@ def failures(rank, size):
     alone.fit(loader)
     afterwards = {"n_data": la.n_data, "training": la.model.training}
     return {**messages, **afterwards, "alone": alone.n_data}
-
-
-# --- running them --------------------------------------------------------------------
 
 
 def outcomes(rank, size):

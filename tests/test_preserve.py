@@ -96,10 +96,8 @@ def snapshot(model):
         hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
         own = {k: id(v) for k, v in vars(module).items() if k != "breaks_after"}
         found[name] = own, module.training, list(map(len, hooks))
-        tables = module._parameters, module._buffers
-        found[name, "tensors"] = [
-            {k: id(t) for k, t in all_.items()} for all_ in tables
-        ]
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        found[name, "tensors"] = [(name, id(tensor)) for name, tensor in tensors]
     for name, p in model.named_parameters():
         grad = None if p.grad is None else (id(p.grad), p.grad.tolist())
         found["p", name] = p.tolist(), p.requires_grad, p.data_ptr(), grad
@@ -217,9 +215,6 @@ def test_scripted_submodules(how):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-# --- interruptions --------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
 @pytest.mark.filterwarnings("ignore::laplace_ella.errors.RankWarning")
 @pytest.mark.parametrize(
@@ -261,9 +256,6 @@ def test_interruptions(call, times):
             signal.signal(number, handler)
     assert interrupted > times / 10
     CALLS[call](la, case)
-
-
-# --- threads --------------------------------------------------------------------------
 
 
 def in_threads(*works):

@@ -154,9 +154,6 @@ def test_killed_again_and_again(name, tmp_path):
     assert la.state_dict()["checksum"] == expected.state_dict()["checksum"]
 
 
-# --- what a file is known by ---------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     path = tmp_path_factory.mktemp("finished") / "fit.pt"
@@ -246,11 +243,9 @@ def test_the_same_call_of_the_same_object(tmp_path):
 
 def test_paths_and_full_disks(tmp_path, monkeypatch):
     la = posterior()
-    for path, kind in ((3, TypeError), (tmp_path, ValueError)):
-        with pytest.raises(kind, match="checkpoint must be a"):
+    for path in (3, tmp_path, tmp_path / "no" / "fit.pt"):
+        with pytest.raises((TypeError, ValueError), match="checkpoint must be a"):
             la.fit(loader(), checkpoint=path)
-    with pytest.raises(ValueError, match="in a folder that exists"):
-        la.fit(loader(), checkpoint=tmp_path / "no" / "fit.pt")
 
     def full(*_):
         raise OSError(28, "No space left on device")
