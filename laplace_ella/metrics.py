@@ -42,8 +42,7 @@ class ReliabilityCurve:
 
 def accuracy(probs: torch.Tensor, targets: torch.Tensor) -> float:
     """Return the share of correct predictions."""
-    probs, targets = _observed(probs, targets)
-    return float((probs.argmax(-1) == targets).double().mean())
+    return classification_metrics(probs, targets)["accuracy"]
 
 
 def nll(probs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -90,30 +89,34 @@ def ece(probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15) -> float:
     >>> round(ece(probs, torch.tensor([0, 0, 0, 0, 1])), 4)  # 80 % sure, 80 % right
     0.0
     """
-    curve = reliability_curve(probs, targets, n_bins)
-    bins = zip(curve.confidence, curve.accuracy, curve.count, strict=True)
-    return sum(n * abs(a - c) for c, a, n in bins) / sum(curve.count)
+    return classification_metrics(probs, targets, n_bins)["ece"]
 
 
 def reliability_curve(
     probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15
 ) -> ReliabilityCurve:
     """Return the bins behind `ece`, for a reliability diagram."""
-    probs, targets = _observed(probs, targets)
+    confidence, correct, bins = _confidence(*_observed(probs, targets), n_bins)
+    count = bins.sum(0)
+    sums = (bins * each.unsqueeze(-1) for each in (confidence, correct))
+    mean, share = ((each.sum(0) / count)[count > 0].tolist() for each in sums)
+    return ReliabilityCurve(mean, share, count[count > 0].long().tolist())
+
+
+def _confidence(
+    probs: torch.Tensor, targets: torch.Tensor, n_bins: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return confidences `(N,)`, whether they were right, and their bins as rows of
+    zeros with a one `(N, n_bins)`, float64."""
     confidence, predicted = probs.double().max(-1)
-    correct = (predicted == targets).double()
     index = (confidence * n_bins).long().clamp(0, n_bins - 1)
-    count = torch.bincount(index, minlength=n_bins)
-    sums = (torch.bincount(index, each, n_bins) for each in (confidence, correct))
-    mean, share = ((each / count)[count > 0].tolist() for each in sums)
-    return ReliabilityCurve(mean, share, count[count > 0].tolist())
+    bins = torch.nn.functional.one_hot(index, n_bins).double()
+    return confidence, (predicted == targets).double(), bins
 
 
 def brier(probs: torch.Tensor, targets: torch.Tensor) -> float:
     """Return the mean of Σ_c (p_c − 1[y = c])², in [0, 2]."""
-    probs, targets = _observed(probs, targets)
-    onehot = torch.nn.functional.one_hot(targets, probs.shape[-1]).double()
-    return float((probs.double() - onehot).square().sum(-1).mean())
+    return classification_metrics(probs, targets)["brier"]
 
 
 def entropy(probs: torch.Tensor) -> torch.Tensor:
@@ -143,7 +146,7 @@ def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:
     """
     _check_values(score_in=score_in)
     _check_values(score_ood=score_ood)
-    inside, ood = score_in.double().sort().values, score_ood.double().to(score_in)
+    inside, ood = score_in.double().sort().values, score_ood.double()
     below, up_to = (torch.searchsorted(inside, ood, right=r) for r in (False, True))
     return float((below + up_to).double().mean() / (2 * len(inside)))  # ties: one half
 
@@ -152,12 +155,31 @@ def classification_metrics(
     probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15
 ) -> dict[str, float]:
     """Return accuracy, nll, ece and brier of predictions `(N, C)`."""
+    terms = classification_terms(probs, targets, n_bins)
+    return {name: float(score(name, term.mean(0))) for name, term in terms.items()}
+
+
+def classification_terms(
+    probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15
+) -> dict[str, torch.Tensor]:
+    """Return what these scores are means of, by name: `(N,)`, for the bins of the
+    calibration error `(N, n_bins)`; of observed examples, float64."""
+    probs, targets = _observed(probs, targets)
+    confidence, correct, bins = _confidence(probs, targets, n_bins)
+    likely = probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return {
-        "accuracy": accuracy(probs, targets),
-        "nll": nll(probs, targets),
-        "ece": ece(probs, targets, n_bins),
-        "brier": brier(probs, targets),
+        "accuracy": correct,
+        "nll": -_log(likely),
+        "ece": bins * (correct - confidence).unsqueeze(-1),
+        "brier": probs.double().square().sum(-1) - 2 * likely.double() + 1,
     }
+
+
+def score(name: str, means: torch.Tensor) -> torch.Tensor:
+    """Return a score, given the means of its terms over examples."""
+    if name == "ece":
+        return means.abs().sum(-1)
+    return means.sqrt() if name == "rmse" else means
 
 
 # --- regression: mean (N, C), variance (N, C) or (N, C, C), targets (N, C) ----------
@@ -247,7 +269,8 @@ def regression_metrics(
     `width_95` is the mean width of the central 95 % intervals, `calibration` the mean
     distance of observed from nominal coverage over the levels 5 %, …, 95 %.
     """
-    scores = {"nll": gaussian_nll(mean, variance, targets), "rmse": rmse(mean, targets)}
+    terms = regression_terms(mean, variance, targets)
+    scores = {name: float(score(name, term.mean(0))) for name, term in terms.items()}
     marginal = variance.diagonal(dim1=-2, dim2=-1) if variance.ndim == 3 else variance
     std = marginal.double().sqrt()
     for level, share in zip(
@@ -258,6 +281,15 @@ def regression_metrics(
     observed = interval_coverage(mean, std, targets, CALIBRATION_LEVELS)
     gaps = torch.tensor(observed).double() - torch.tensor(CALIBRATION_LEVELS).double()
     return {**scores, "calibration": float(gaps.abs().mean())}
+
+
+def regression_terms(
+    mean: torch.Tensor, variance: torch.Tensor, targets: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return what nll and rmse are means of, by name, `(N,)`, float64."""
+    losses = gaussian_nll_per_example(mean, variance, targets)
+    squares = (mean.double() - targets.double()).square().mean(-1)
+    return {"nll": losses, "rmse": squares}
 
 
 # --- checks --------------------------------------------------------------------------

@@ -588,11 +588,11 @@ def test_replicates_are_the_metrics_of_drawn_examples():
     generator = torch.Generator().manual_seed(0)
     probs = torch.randn(120, 4, generator=generator).softmax(-1)
     y = torch.randint(4, (120,), generator=generator)
-    found = bootstrap.classification_replicates(probs, y, 15)
+    found = bootstrap.replicates(metrics.classification_terms(probs, y))
     softer = (probs.log() / 1.2).softmax(-1)
-    others = bootstrap.classification_replicates(softer, y, 15)
+    others = bootstrap.replicates(metrics.classification_terms(softer, y))
     for i, index in zip(range(5), bootstrap.draws(120), strict=False):
-        expected = metrics.classification_metrics(probs[index], y[index], 15)
+        expected = metrics.classification_metrics(probs[index], y[index])
         assert {k: v[i] for k, v in found.items()} == pytest.approx(expected, abs=1e-6)
     # The interval of a mean is that of paired differences, known to 5 %.
     first, second = (metrics.nll_per_example(p, y) for p in (probs, softer))
@@ -602,9 +602,9 @@ def test_replicates_are_the_metrics_of_drawn_examples():
 
 
 def test_replicates_of_a_regression_and_of_detection():
-    mean, y = torch.randn(90, 2), torch.randn(90, 2)
-    variance = 0.5 + torch.rand(90, 2)
-    found = bootstrap.regression_replicates(mean, variance, y)
+    pair, variance = torch.randn(2, 90, 2), 0.5 + torch.rand(90, 2)
+    mean, y = pair
+    found = bootstrap.replicates(metrics.regression_terms(mean, variance, y))
     inside, outside = torch.randint(6, (90,)) / 5, torch.randint(1, 7, (40,)) / 5
     auroc = bootstrap.auroc_replicates(inside, outside)
     drawn = zip(range(5), bootstrap.draws(90), bootstrap.draws(40, 1), strict=False)

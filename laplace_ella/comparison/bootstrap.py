@@ -10,7 +10,7 @@ Index legend: N data, C outputs, R draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,36 +53,13 @@ def draws(n: int, seed: int = 0) -> Iterator[torch.Tensor]:
         yield torch.randint(n, (n,), generator=generator)
 
 
-def _means(terms: torch.Tensor) -> torch.Tensor:
-    """Return the means of terms `(N,)` or `(N, k)` over every draw."""
-    return torch.stack([terms[drawn].mean(0) for drawn in draws(len(terms))])
-
-
-def classification_replicates(
-    probs: torch.Tensor, targets: torch.Tensor, n_bins: int = 15
-) -> dict[str, list[float]]:
-    """Return `metrics.classification_metrics` of every draw, by name."""
-    p = probs.double()
-    confidence, predicted = p.max(-1)
-    correct = (predicted == targets).double()
-    onehot = torch.nn.functional.one_hot(targets, p.shape[-1])
-    bins = (confidence * n_bins).long().clamp(0, n_bins - 1)
-    gap = torch.nn.functional.one_hot(bins, n_bins) * (correct - confidence)[:, None]
-    return {
-        "accuracy": _means(correct).tolist(),
-        "nll": _means(metrics.nll_per_example(probs, targets)).tolist(),
-        "ece": _means(gap).abs().sum(-1).tolist(),
-        "brier": _means((p - onehot).square().sum(-1)).tolist(),
-    }
-
-
-def regression_replicates(
-    mean: torch.Tensor, variance: torch.Tensor, targets: torch.Tensor
-) -> dict[str, list[float]]:
-    """Return nll and rmse of every draw; `variance` `(N, C)` has the noise in it."""
-    squares = (targets - mean).double().square().mean(-1)
-    losses = metrics.gaussian_nll_per_example(mean, variance, targets)
-    return {"nll": _means(losses).tolist(), "rmse": _means(squares).sqrt().tolist()}
+def replicates(terms: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Return scores of every draw, by name, from their terms `(N,)` or `(N, k)`."""
+    found = {}
+    for name, term in terms.items():
+        means = [term[drawn].mean(0) for drawn in draws(len(term))]
+        found[name] = metrics.score(name, torch.stack(means)).tolist()
+    return found
 
 
 def auroc_replicates(score_in: torch.Tensor, score_out: torch.Tensor) -> list[float]:

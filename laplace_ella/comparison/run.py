@@ -148,15 +148,15 @@ def scored(task: Task, fitted: Fitted, test: Predictions, row: Result) -> Result
     if task.is_regression:
         observed = values.double(), variance, y.double()
         scores = metrics.regression_metrics(*observed)
-        replicates = bootstrap.regression_replicates(*observed)
+        terms = metrics.regression_terms(*observed)
         levels, std = list(metrics.CALIBRATION_LEVELS), variance.sqrt()
         shares = metrics.interval_coverage(observed[0], std, observed[2], levels)
         curves = {"coverage": {"nominal": levels, "observed": shares}}
     else:
-        values, y = values[y != metrics.IGNORED], y[y != metrics.IGNORED]
         scores = metrics.classification_metrics(values, y)
-        replicates = bootstrap.classification_replicates(values, y)
+        terms = metrics.classification_terms(values, y)
         curves = {"reliability": asdict(metrics.reliability_curve(values, y))}
+    replicates = bootstrap.replicates(terms)
     for name, loader in task.ood.items():
         far = predict(task, fitted, loader, row.seed)
         pair = test.entropy(), far.entropy()
