@@ -35,7 +35,6 @@ LABELS = {
     "fit_s": "fitting time (s)",
     "tune_s": "tuning time (s)",
     "predict_s": "prediction time on the test set (s)",
-    "peak_mb": "peak memory (MB)",
     "nll": "test NLL",
     "ece": "test ECE",
 }
@@ -138,8 +137,7 @@ def plot_regression(
         look: Look = {"linestyle": "none", "marker": "o", "markersize": 4}
         edge: Look = {"markeredgecolor": "white", "markeredgewidth": 0.6}
         ax.plot(*points, color=COLOURS[1], label="training data", **look, **edge)
-    if title:
-        ax.set_title(title)
+    ax.set_title(title or ax.get_title())
     return ax
 
 

@@ -264,9 +264,16 @@ def test_divergence_from_the_reference(values):
     (alone,) = values.compare(["kron"], reference="full", **kwargs)
     assert alone.metrics["kl_to_lla"] == pytest.approx(kls["kron"], rel=1e-4)
     broken = Method("broken", {"hessian_structure": "magic"})
-    (row,) = values.compare(["kron"], reference=broken, **kwargs)
-    assert row.ok
-    assert "no KL: broken failed" in row.note
+    for wrong, note in ((broken, "broken failed"), ("map", "map has no covariance")):
+        (row,) = values.compare(["kron"], reference=wrong, **kwargs)
+        assert row.ok
+        assert f"no KL: {note}" in row.note
+
+
+def test_labels_of_other_data_are_ignored(values):
+    far = {"far": [(5 + torch.randn(24, 2), torch.zeros(24))]}
+    (row,) = values.compare(["map"], ood_loaders=far, sigma_noise=0.3)
+    assert row.metrics["auroc:far"] == 0.5  # the same variance everywhere
 
 
 def test_seeds_are_reproducible_and_data_paired(classes):

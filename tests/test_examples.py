@@ -187,7 +187,7 @@ def test_smoke_runs_refuse_to_write_over_published_results(paper, tmp_path):
 def test_cifar10(run):
     text = run("cifar10", "--only", "clean", "cheaper", "corruptions")
     clean = text["resnet20_clean.md"]
-    assert clean.count("| temperature scaling |") == 2
+    assert clean.count("| temperature scaling ") == 2
     assert "AUROC" in clean
     assert "m=1" in text["resnet20_cheaper.md"]
     assert "Severity 3" in text["resnet20_corruptions.md"]

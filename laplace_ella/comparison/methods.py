@@ -224,9 +224,8 @@ def available_methods() -> dict[str, Method]:
 def default_methods(likelihood: str, validation: bool = True) -> list[Method]:
     """Return what `compare` runs if `methods` is not given.
 
-    All members of the family: the network, exact Laplace, ELLA, and KFAC, diagonal,
-    full and last-layer posteriors; with `validation` data also those that are tuned on
-    them. Temperature scaling has no meaning for regression.
+    All that it knows: those that are tuned on `validation` data if there are any, and
+    temperature scaling for classifiers alone.
 
     Examples
     --------
@@ -262,10 +261,9 @@ def resolve_methods(methods: Any, likelihood: str, validation: bool) -> list[Met
         name = given if isinstance(methods, Mapping) else method.name
         if name in resolved:
             raise ValueError(f"Methods must have different names, got {name!r} twice.")
-        kept = method.tune == "gridsearch" and not validation
-        resolved[name] = replace(
-            method, name=name, tune="none" if kept else method.tune
-        )
+        if method.tune == "gridsearch" and not validation:
+            method = replace(method, tune="none")
+        resolved[name] = replace(method, name=name)
     if not resolved:
         raise ValueError("Pass at least one method, or None for the default ones.")
     return list(resolved.values())

@@ -98,7 +98,7 @@ class Predictions(NamedTuple):
 
     `values` are probabilities or means `(N, C)`; `variance` of the targets `(N, C)` is
     that of a regression, `covariance` `(N, C, C)` that of its function, if it has one;
-    `targets` are None for data without labels.
+    `targets` are None for data whose labels do not matter.
     """
 
     values: torch.Tensor
@@ -115,7 +115,9 @@ class Predictions(NamedTuple):
 
 
 @torch.no_grad()
-def predict(task: Task, fitted: Fitted, loader: Any, seed: int) -> Predictions:
+def predict(
+    task: Task, fitted: Fitted, loader: Any, seed: int, labelled: bool = True
+) -> Predictions:
     """Predict over a loader; the predictions are timed, not the loading.
 
     The data and their order are the same for every seed, which is that of random
@@ -131,7 +133,7 @@ def predict(task: Task, fitted: Fitted, loader: Any, seed: int) -> Predictions:
             mean, *spread = found if isinstance(found, tuple) else (found,)
             values.append(task.rows(mean.detach()).cpu())
             spreads += [each.detach().flatten(0, -3).cpu() for each in spread]
-            targets += [] if y is None else [task.targets(y).cpu()]
+            targets += [task.targets(y).cpu()] if labelled else []
     mean, covariance = torch.cat(values), torch.cat(spreads) if spreads else None
     variance = None
     if task.is_regression:
@@ -158,7 +160,7 @@ def scored(task: Task, fitted: Fitted, test: Predictions, row: Result) -> Result
         curves = {"reliability": asdict(metrics.reliability_curve(values, y))}
     replicates = bootstrap.replicates(terms)
     for name, loader in task.ood.items():
-        far = predict(task, fitted, loader, row.seed)
+        far = predict(task, fitted, loader, row.seed, labelled=False)
         pair = test.entropy(), far.entropy()
         scores[f"auroc:{name}"] = metrics.ood_auroc(*pair)
         replicates[f"auroc:{name}"] = bootstrap.auroc_replicates(*pair)
@@ -186,6 +188,8 @@ def compared(
             else:
                 fitted = fit_method(task, wanted, seed)("")
                 references[seed] = predict(task, fitted, task.test, seed)
+            if references[seed].covariance is None:
+                raise NotRun("has no covariance")
         except Exception as error:
             references[seed] = f"no KL: {wanted.name} {describe_error(error)}"
     found = references[seed]
