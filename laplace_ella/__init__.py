@@ -25,33 +25,11 @@ from laplace_ella.uncertainty import decompose
 
 __version__ = "0.1.0"
 
-__all__ = [  # noqa: RUF022, grouped by what they are
-    # The posteriors
-    "ELLALLLaplace",
-    "ELLALaplace",
-    # Their settings
-    "PAPER",
-    "ComputeOptions",
-    "EarlyStopping",
-    "augmented_validation",
-    "prior_precision_from_weight_decay",
-    "register_structure",
-    "temperature_scaling",
-    # Their parts
-    "Calibration",
-    "FeatureCache",
-    "MemoryEstimate",
-    "NystromBasis",
-    "SubspacePosterior",
-    # Looking at them
-    "Method",
-    "Report",
-    "available_methods",
-    "compare",
-    "decompose",
-    "default_methods",
-    "diagnose",
-    "errors",
-    "metrics",
-    "plotting",
-]
+# Posteriors and their settings, their parts, and what looks at them
+__all__ = ["PAPER", "ComputeOptions", "ELLALLLaplace", "ELLALaplace", "EarlyStopping"]
+__all__ += ["augmented_validation", "prior_precision_from_weight_decay"]
+__all__ += ["register_structure", "temperature_scaling"]
+__all__ += ["Calibration", "FeatureCache", "MemoryEstimate", "NystromBasis"]
+__all__ += ["SubspacePosterior"]
+__all__ += ["Method", "Report", "available_methods", "compare", "decompose"]
+__all__ += ["default_methods", "diagnose", "errors", "metrics", "plotting"]

@@ -8,15 +8,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from laplace.utils.enums import Likelihood
 
 from laplace_ella.derivatives.model_function import refuse_sharded, unwrap
 from laplace_ella.derivatives.modes import Modes
 from laplace_ella.errors import NotFittedError, NumericalWarning, warn_caller
 from laplace_ella.fitting.checkpoint import posterior_from_state, state_of_posterior
 from laplace_ella.fitting.distributed import Processes, processes_of
-from laplace_ella.posterior.observation import ObservationModel
-from laplace_ella.settings import EllaSettings
+from laplace_ella.posterior.observation import Link, ObservationModel
+from laplace_ella.settings import EllaSettings, refuse_mixed_noises
 from laplace_ella.support.checks import positive_int
 from laplace_ella.support.identity import model_identity, same_model
 from laplace_ella.support.preserve import undisturbed
@@ -31,12 +30,21 @@ if TYPE_CHECKING:
 LARGEST_ERROR = 0.01
 
 
+#: Settings that may change after a fit, and are saved with it.
+CHANGEABLE = ("prior_mean", "prior_precision", "sigma_noise", "temperature", "evidence")
+CHANGEABLE += ("softmax_temperature", "top_outputs", "link_approx", "complement")
+
+
 class EllaBase(EllaSettings):
     """A Laplace posterior on a subspace of the weights: its fit, densities and state.
 
     `fitted` is everything that was found; `H`, `loss`, `n_data`, `n_outputs` and `mean`
     repeat what laplace-torch's methods read of it.
     """
+
+    #: The link that was tuned for, and the generator of draws that go on.
+    _link_approx: Link | None = None
+    _stream: torch.Generator | None = None
 
     @property
     def _observation(self) -> ObservationModel:
@@ -53,14 +61,10 @@ class EllaBase(EllaSettings):
 
     @contextmanager
     def _working(self, what: str, **given: Any) -> Iterator[Processes | None]:
-        """Preserve the user's state around work with data; where there are several
-        processes, compare what they must have in common, and let them fail together.
-
-        `given` are the arguments of the call that must be the same.
-        """
-        processes = None
-        if self.distributed is not False:  # which every process reads for itself
-            processes = processes_of(self.distributed, self._device)
+        """Preserve the user's state around work with data. Where there are several
+        processes, let them fail together, and compare what they must have in common:
+        the model, the settings and what is `given`, the arguments of the call."""
+        processes = processes_of(self.distributed, self._device)
         if processes is None:
             with undisturbed(self.model):
                 yield None
@@ -69,24 +73,31 @@ class EllaBase(EllaSettings):
             if not within:
                 refuse_sharded(self.model)
                 processes.check_same({"the call": what, **self._described(), **given})
-                self._check_models(processes)
+                own = model_identity(unwrap(self.model), None)
+                models = processes.meet("weights", own)
+                _check_same_weights(models)
             yield processes
 
-    def _check_models(self, processes: Processes) -> None:
-        own = model_identity(unwrap(self.model), None)
-        models = processes.meet("weights", own)
-        for rank, other in enumerate(models):
-            if found := same_model(models[0], other):
-                raise ValueError(
-                    f"The model of rank {rank} is not that of rank 0: "
-                    f"{'; '.join(found)}. Load the same weights in all processes. "
-                    "After training with DistributedDataParallel the running "
-                    "statistics of batch normalisation differ: for b in "
-                    "model.buffers(): "
-                    "torch.distributed.broadcast(b, 0)."
-                )
-
     # What was fitted
+
+    def _init_H(self) -> None:
+        self.H = torch.zeros(0, 0, device=self._device, dtype=torch.float64)
+
+    def _checked_fit(self) -> Fit:
+        if self.fitted is None:
+            raise NotFittedError(
+                f"This {type(self).__name__} is not fitted: call fit(train_loader) or "
+                "load_state_dict() first."
+            )
+        return self.fitted
+
+    def _adopt(self, fit: Fit) -> None:
+        """Become the posterior of a fit: the only place where one is assigned."""
+        self._posterior_scale = None
+        self.fitted = fit
+        self.H, self.n_data = fit.H, fit.sums.n_data
+        self.loss = fit.sums.loss.to(fit.mean.dtype)
+        self.n_outputs, self.mean = fit.n_outputs, fit.mean
 
     @property
     def modes(self) -> Modes:
@@ -97,28 +108,6 @@ class EllaBase(EllaSettings):
     def linearizer(self) -> Linearizer:
         """The derivatives of the model, in the precision of the fit."""
         return self._checked_fit().linearizer
-
-    def _init_H(self) -> None:
-        self.H = torch.zeros(0, 0, device=self._device, dtype=torch.float64)
-
-    def _adopt(self, fit: Fit) -> None:
-        """Become the posterior of a fit: the only place where one is assigned."""
-        self._posterior_scale = None
-        self.fitted = fit
-        self.H, self.n_data = fit.H, fit.sums.n_data
-        self.loss = fit.sums.loss.to(fit.mean.dtype)
-        self.n_outputs, self.mean = fit.n_outputs, fit.mean
-
-    def _checked_fit(self) -> Fit:
-        if self.fitted is None:
-            raise NotFittedError(
-                f"This {type(self).__name__} is not fitted: call fit(train_loader) or "
-                "load_state_dict() first."
-            )
-        return self.fitted
-
-    def _check_H_init(self) -> None:
-        self._checked_fit()
 
     @property
     def basis(self) -> NystromBasis | None:
@@ -138,7 +127,7 @@ class EllaBase(EllaSettings):
     @property
     def effective_n_data(self) -> float:
         """N/T, the effective number of data of the tempered likelihood."""
-        return self.n_data / float(self.temperature)
+        return self.n_data / self._temperature
 
     def truncate(self, rank: int) -> None:
         """Keep the first `rank` directions: the posterior that a fit with
@@ -151,34 +140,29 @@ class EllaBase(EllaSettings):
             )
         self._adopt(self._checked_fit().truncate(rank))
 
-    # Laplace's setters clear this attribute, which holds whatever was factorised.
-    _posterior_scale: Any
-
     @property
     def posterior(self) -> SubspacePosterior:
         """The current posterior; kept until a hyperparameter changes."""
         if self._posterior_scale is None:
             fit = self._checked_fit()
-            with torch.no_grad():
-                posterior = self._posterior_of(fit, self._prior_precision.detach())
-            self._posterior_scale = posterior
-            if fit.spans_all and fit.sums.n_data and posterior.needs_residual:
-                _warn_about_rounding(fit, posterior)
+            self._posterior_scale = self._posterior_with(self._prior_precision.detach())
+            if fit.spans_all and fit.sums.n_data:
+                _warn_about_rounding(fit, self._posterior_scale)
         return self._posterior_scale
-
-    def _posterior_of(
-        self, fit: Fit, prior: torch.Tensor | None = None
-    ) -> SubspacePosterior:
-        """Return a posterior with the graph of the current hyperparameters, or with
-        another prior precision and the complement that it has then."""
-        prior = self._prior_precision if prior is None else prior
-        complement = fit.complement_for(self._complement, prior)
-        return fit.posterior(self._observation, prior, complement, self._evidence)
 
     def _posterior_with(self, prior: torch.Tensor) -> SubspacePosterior:
         """Return the current posterior with another prior precision."""
         with torch.no_grad():
             return self._posterior_of(self._checked_fit(), prior)
+
+    def _posterior_of(
+        self, fit: Fit, prior: torch.Tensor | None = None
+    ) -> SubspacePosterior:
+        """Return a posterior with the graph of the hyperparameters, or with another
+        prior precision and the complement that it has then."""
+        prior = self._prior_precision if prior is None else prior
+        complement = fit.complement_for(self._complement, prior)
+        return fit.posterior(self._observation, prior, complement, self._evidence)
 
     # Densities
 
@@ -229,7 +213,7 @@ class EllaBase(EllaSettings):
     @property
     def scatter(self) -> torch.Tensor:
         """(θ̂ − μ₀)ᵀD(θ̂ − μ₀), over all P parameters."""
-        delta = (self.mean - self.prior_mean).double()
+        delta = (self.mean - self._prior_mean).double()
         return (delta.square() * self.prior_precision_diag).sum().to(self._dtype)
 
     def square_norm(self, value: torch.Tensor) -> torch.Tensor:
@@ -250,18 +234,6 @@ class EllaBase(EllaSettings):
             log_prob = log_prob + (log_det - constant) / 2
         return log_prob
 
-    def log_marginal_likelihood(
-        self,
-        prior_precision: torch.Tensor | None = None,
-        sigma_noise: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the evidence log p(D|θ̂) − ½ log det ratio − ½ scatter.
-
-        Differentiable in `prior_precision` and `sigma_noise`; passing one sets it.
-        """
-        self._checked_fit()
-        return super().log_marginal_likelihood(prior_precision, sigma_noise)
-
     # Random numbers
 
     def _fresh_generator(self) -> torch.Generator | None:
@@ -280,37 +252,26 @@ class EllaBase(EllaSettings):
         """Return what must be the same where a state is loaded."""
         return {
             "cls_name": type(self).__name__,
-            "likelihood": Likelihood(self.likelihood).value,
+            "likelihood": self.likelihood,
             "output_layout": self._layout.value,
             "multi_label": self.multi_label,
         }
 
     def _hyperparameters(self) -> dict[str, Any]:
-        """Return the settings that may change after a fit, in tensors and plain
-        types."""
-        complement = self._complement
+        """Return the settings that may change after a fit, in plain types."""
+        values = {name: getattr(self, f"_{name}") for name in CHANGEABLE}
+        values |= {"enable_backprop": self.enable_backprop, "seed": self.seed}
         return {
-            "prior_mean": self._prior_mean,
-            "prior_precision": self._prior_precision.detach(),
-            "sigma_noise": self._sigma_noise.detach(),
-            "temperature": float(self._temperature),
-            "softmax_temperature": self._softmax_temperature,
-            "top_outputs": self._top_outputs,
-            "link_approx": getattr(self._tuned_link, "value", None),
-            "complement": getattr(complement, "value", complement),
-            "evidence": self._evidence.value,
-            "enable_backprop": self.enable_backprop,
-            "seed": self.seed,
+            name: v.detach() if isinstance(v, torch.Tensor) else getattr(v, "value", v)
+            for name, v in values.items()
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain types: everything but the model, which is known by
         its weights and by what it computes of a few training inputs."""
-        fit = self._checked_fit()
+        fit, how = self._checked_fit(), (self._described(), self._hyperparameters())
         with undisturbed(self.model):
-            return state_of_posterior(
-                fit, self._fn, self._described(), self._hyperparameters()
-            )
+            return state_of_posterior(fit, self._fn, *how)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a fitted posterior of the same model, likelihood and class.
@@ -320,13 +281,7 @@ class EllaBase(EllaSettings):
         how = self._fn, self._layout, self.dict_key_x, self._compute
         with undisturbed(self.model):
             fit, settings = posterior_from_state(state_dict, self._described(), *how)
-        noises = settings["sigma_noise"].numel()
-        if self.stochastic and noises > 1:
-            raise ValueError(
-                f"The checkpoint has {noises} values of sigma_noise, this object "
-                f"stochastic={self.stochastic}, which needs one. Build it with "
-                "stochastic=False."
-            )
+        refuse_mixed_noises(self, settings["sigma_noise"].numel())
         self._adopt(fit)
         for name, value in settings.items():  # checked when they were saved
             setattr(self, name, value)
@@ -334,7 +289,7 @@ class EllaBase(EllaSettings):
 
 def _warn_about_rounding(fit: Fit, posterior: SubspacePosterior) -> None:
     """Warn where an exact posterior lost more than a hundredth to rounding."""
-    error = fit.variance_error(posterior)
+    error = fit.variance_error(posterior) if posterior.needs_residual else 0.0
     if error > LARGEST_ERROR:
         precision = str(fit.dtype).removeprefix("torch.")
         warn_caller(
@@ -345,3 +300,15 @@ def _warn_about_rounding(fit: Fit, posterior: SubspacePosterior) -> None:
             "from float64, or a larger prior precision.",
             NumericalWarning,
         )
+
+
+def _check_same_weights(models: list[dict[str, Any]]) -> None:
+    """Refuse processes whose models are not the same, by their identities."""
+    for rank, other in enumerate(models):
+        if found := same_model(models[0], other):
+            raise ValueError(
+                f"The model of rank {rank} is not that of rank 0: {'; '.join(found)}. "
+                "Load the same weights in all processes. After training with "
+                "DistributedDataParallel the running statistics of batch normalisation "
+                "differ: for b in model.buffers(): torch.distributed.broadcast(b, 0)."
+            )

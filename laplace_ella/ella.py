@@ -1,9 +1,7 @@
 """`ELLALaplace`: the Nyström-NTK member of the Laplace family.
 
 The class adapts the package to laplace-torch's interface. The work is done by values
-and functions of the subpackages: `fitting` makes a `Fit`, `posterior` turns it into
-function values and probabilities, `tuning` chooses hyperparameters, and `derivatives`
-differentiates.
+and functions of the subpackages.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from laplace_ella.fitting.sampling import (
     sample_basis,
 )
 from laplace_ella.hyperparameters import TunableLaplace
-from laplace_ella.posterior.observation import Family, Link
+from laplace_ella.posterior.observation import Family
 from laplace_ella.support.identity import digest
 
 if TYPE_CHECKING:
@@ -45,25 +43,22 @@ class ELLALaplace(TunableLaplace):
     on θ = θ̂ + Vz: z ~ N(0, G⁻¹), with the K×K precision G = Σ φᵀΛφ/(σ²T) + VᵀDV and
     the features φ(x) = J(x)V. Neither the Jacobian J nor any P×P matrix is formed.
 
-    Predictions, samples, evidence and tuning have Laplace's interface and shapes; what
-    Laplace gives as P×P (`H`, `posterior_precision`, `posterior_covariance`) is K×K
-    here, in the coordinates z, and float64.
-
-    Parameters up to `dict_key_y` are those of every `laplace.ParametricLaplace`.
+    Methods and shapes are Laplace's; what Laplace gives as P×P (`H`,
+    `posterior_precision`, `posterior_covariance`) is K×K here, in the coordinates z,
+    and float64. Parameters up to `dict_key_y` are those of `ParametricLaplace`.
 
     Parameters
     ----------
     backend : CurvlinopsGGN, BackPackGGN, AsdlGGN, CurvlinopsEF, BackPackEF, AsdlEF \
 or None, default=None
         what computes the sampled gradients: torch.func (`Curvlinops...` and None),
-        BackPACK or ASDL. The numbers are the same; a layer that BackPACK or ASDL does
-        not support is an error. `...GGN` and None have the GGN as curvature, `...EF`
-        the empirical Fisher, at one backward pass per example; `...Hessian` is refused.
-        Of an instance its class is used
+        BackPACK or ASDL. `...GGN` and None have the GGN as curvature, `...EF` the
+        empirical Fisher, at one backward pass per example. Of an instance its class is
+        used
     backend_kwargs : dict, optional
         only 'stochastic', as the argument of that name
     asdl_fisher_kwargs : dict, optional
-        for compatibility: must be empty, there is no ASDL Fisher here
+        must be empty, there is no ASDL Fisher here
     subsample_size : int, default=2000
         M, the number of gradients from which the directions are computed; every
         (example, output) pair is used once if there are fewer
@@ -75,8 +70,7 @@ or None, default=None
         many directions as hold 90 % of the sampled gradients' energy, at most 128 for
         regression and the paper's 20 for classification
     seed : int, default=1234
-        of the sampled pairs and of Monte-Carlo predictions without a generator; torch's
-        global random state is neither read nor changed
+        of the sampled pairs and of Monte-Carlo predictions without a generator
     complement : Complement, str or float, optional
         variance of the directions outside the basis, see `Complement`; a number is
         their precision. May be changed after the fit, except to "matched", which has to
@@ -85,13 +79,11 @@ or None, default=None
     evidence : EvidenceScope or str, default="whole"
         directions included in the marginal likelihood, see `EvidenceScope`
     stochastic : bool or int, default=False
-        estimate the curvature from targets that are sampled from the model, by one
-        backward pass per sample for any number of outputs and directions. An integer is
-        the number of samples per example
+        estimate the curvature from targets that are sampled from the model, so many per
+        example: one backward pass each for any number of outputs and directions
     output_layout : OutputLayout or str, default="flat"
         where the outputs of models that predict at many positions (tokens, pixels) have
-        their channels, see `OutputLayout`; predictions come in the model's layout.
-        Positions with class index -100 count for nothing
+        their channels. Positions with class index -100 count for nothing
     softmax_temperature : float, default=1
         τ: predicted probabilities are those of f/τ. Unlike `temperature` it changes
         neither the fit nor the variance of f, and values below 1 make predictions more
@@ -99,7 +91,7 @@ or None, default=None
     top_outputs : int, optional
         m: predictions, also those of searches, use the variance of the m largest logits
         only; the other logits are kept as they are. In reverse mode this takes 2m + 1
-        derivatives for any number of directions and classes. All outputs by default
+        derivatives for any number of directions and classes
     multi_label : bool, default=False
         classification with C labels, each present or absent by a sigmoid, instead of
         one of C classes; targets are 0 or 1, in the shape of the output
@@ -113,8 +105,7 @@ or None, default=None
     distributed : bool, optional
         whether the processes of `torch.distributed`'s default group fit and tune one
         posterior, each with its part of the data; by default if there is a group.
-        Methods that take a loader must then be called in all processes, and return the
-        same in all. With False each process works alone
+        Methods that take a loader must then be called in all processes
 
     Attributes
     ----------
@@ -123,29 +114,24 @@ or None, default=None
     H : torch.Tensor
         projected curvature Σ φᵀΛφ `(K, K)`, without noise and temperature; of each
         output `(C, K, K)` where `sigma_noise` has a value for each
-    history : list of dict
-        'n_data' and validation 'loss' in the course of the last fit
 
     Examples
     --------
     >>> import torch
     >>> from laplace import Laplace
-    >>> from torch.utils.data import DataLoader, TensorDataset
     >>> import laplace_ella
     >>> model = torch.nn.Sequential(
     ...     torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
     ... )
-    >>> data = TensorDataset(torch.randn(50, 2), torch.randint(3, (50,)))
+    >>> loader = 2 * [(torch.randn(25, 2), torch.randint(3, (25,)))]
     >>> la = Laplace(model, "classification", "all", "nystrom", n_eigenvalues=10)
-    >>> la.fit(DataLoader(data, batch_size=25))
-    >>> la(torch.randn(4, 2), link_approx="mc", n_samples=512).shape
+    >>> la.fit(loader)
+    >>> la(torch.randn(4, 2)).shape
     torch.Size([4, 3])
     """
 
     # how Laplace(..., subset_of_weights, hessian_structure) finds this class
     _key = ("all", "nystrom")
-
-    # Fitting
 
     def fit(
         self,
@@ -181,70 +167,79 @@ or None, default=None
         max_data : int, optional
             use the first so many examples of the loader, all by default
         checkpoint : str or path-like, optional
-            a file in which progress is kept as the fit goes on. The same call after a
-            crash continues with the result of an undisturbed run; after the end it
-            returns the complete fit, once the targets have been read and compared. The
-            file of another fit, and a damaged one, are refused. Delete it to start over
+            a file in which progress is kept. The same call after a crash continues with
+            the result of an undisturbed run; after the end it returns the complete fit,
+            once the targets have been read and compared. The file of another fit, and a
+            damaged one, are refused. Delete it to start over
         """
-        schedule, stops = check_stopping(early_stopping, val_loader)
-        link = None if schedule is None else schedule.link_approx or self.link_approx
+        schedule, stops = None, False
+        if early_stopping or val_loader is not None:
+            schedule, stops = check_stopping(early_stopping, val_loader)
+        if schedule is not None:
+            link = schedule.link_approx or self.link_approx
+            schedule = replace(schedule, link_approx=link)
         given = {
             "override": override,
             "balanced": balanced,
             "max_data": max_data,
             "early_stopping": stops,
-            "the validation": schedule and digest(vars(schedule), link),
+            "the validation": schedule and digest(vars(schedule)),
         }
+        before = None if override else self.fitted
+        new_basis = before is None or before.spans_all
         with ExitStack() as stack:
             processes = stack.enter_context(self._working("fit()", **given))
-            start, record, done = None if override else self.fitted, None, None
-            finished = False
-            counted = start is None or start.spans_all
-            plan = self._plan(
-                train_loader, max_data, balanced, counted, processes, progress_bar
-            )
+            counts = balanced, new_basis, processes
+            plan = self._plan(train_loader, max_data, *counts, progress_bar)
+            file, saved = None, None
             if checkpoint is not None:
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 plan = replace(plan, data=replace(plan.data, digested=True))
                 settings = {**self._described(), **given}
-                if schedule is not None:
-                    settings |= {**self._hyperparameters(), "link_approx": link}
-                record, done = open_checkpoint(
-                    checkpoint, plan, settings, start, val_loader
+                if schedule is not None:  # which has the link
+                    settings |= {**self._hyperparameters(), "link_approx": None}
+                file, saved = open_checkpoint(
+                    checkpoint, plan, settings, before, val_loader
                 )
-            if done is not None:
-                start, progress, finished = done
-            elif start is None or start.spans_all:
-                start, progress = sample_basis(plan, start)
+            if saved is not None:
+                fit, progress, finished = saved
+            elif before is None or before.spans_all:
+                fit, progress, finished = *sample_basis(plan, before), False
             else:
-                progress = Progress(start.sums)
-            validate: Callable[[Fit], float] | None = None
-            if schedule is not None and not finished:
-                validator = self._validator(
-                    self._posterior_of(start),
-                    val_loader,
-                    schedule.loss,
-                    link,
-                    schedule.n_samples,
-                    progress_bar,
-                    start.linearizer,
-                    processes,
-                )
-                validate = lambda fit: validator(self._posterior_of(fit))  # noqa: E731
+                fit, progress, finished = before, Progress(before.sums), False
             if not finished:
-                start = add_up(
+                validate = schedule and self._validation(
+                    schedule, fit, val_loader, plan
+                )
+                fit = add_up(
                     plan,
-                    start,
+                    fit,
                     progress,
                     schedule=schedule,
                     validate=validate,
                     stops=stops,
                     generator=self._fresh_generator() if self.stochastic else None,
-                    checkpoint=record,
+                    checkpoint=file,
                 )
-        self._adopt(start)
-        if stops and link is not None:
-            self.link_approx = Link(link)
+        self._adopt(fit)
+        if stops and schedule is not None:
+            self.link_approx = schedule.link_approx
+
+    def _validation(
+        self, schedule: EarlyStopping, fit: Fit, val_loader: Any, plan: FitPlan
+    ) -> Callable[[Fit], float]:
+        """Return the validation loss of fits with the directions of this one."""
+        validator = self._validator(
+            self._posterior_of(fit),
+            val_loader,
+            schedule.loss,
+            schedule.link_approx,
+            schedule.n_samples,
+            plan.progress_bar,
+            fit.linearizer,
+            plan.processes,
+        )
+        return lambda fit: validator(self._posterior_of(fit))
 
     def fit_basis(
         self,
@@ -253,11 +248,8 @@ or None, default=None
         balanced: bool = False,
         max_data: int | None = None,
     ) -> None:
-        """Sample the directions, and no data yet.
-
-        The posterior is the prior on them; `fit(..., override=False)`
-        adds data. The parameters are those of `fit`.
-        """
+        """Sample the directions, and no data yet: the posterior is the prior on them,
+        and `fit(..., override=False)` adds data. The parameters are those of `fit`."""
         given = {"balanced": balanced, "max_data": max_data}
         with self._working("fit_basis()", **given) as processes:
             plan = self._plan(
@@ -312,8 +304,7 @@ or None, default=None
             exact = self.n_eigenvalues == "exact"
             plan = self._plan(train_loader, counted=exact, processes=processes)
             _, x, y, _ = next(plan.data.batches(self._device))
-            known = plan.data.n_examples
-            linearizer = first_look(plan, x, y)
+            known, linearizer = plan.data.n_examples, first_look(plan, x, y)
             n = known or self.subsample_size  # as if there were enough
             n_pairs = n * math.prod(linearizer.output_shape)
             if processes is not None:

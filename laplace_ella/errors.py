@@ -6,21 +6,6 @@ import sys
 import warnings
 from pathlib import Path
 
-__all__ = [
-    "BorderWarning",
-    "CheckpointWarning",
-    "InsufficientMemoryError",
-    "LinkWarning",
-    "NotDifferentiableError",
-    "NotFittedError",
-    "NumericalWarning",
-    "OtherProcessError",
-    "RankWarning",
-    "SoftmaxWarning",
-    "UnsupportedLayerError",
-    "warn_caller",
-]
-
 
 class NotFittedError(AttributeError, RuntimeError):
     """A posterior was asked for before `fit()` or `load_state_dict()`."""
@@ -69,9 +54,9 @@ class SoftmaxWarning(UserWarning):
 def warn_caller(message: str, category: type[Warning]) -> None:
     """Warn at the line outside the package that led here, however deep it was found."""
     package = str(Path(__file__).parent)
-    level, outermost, frame = 1, 1, sys._getframe()
+    files, frame = [], sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename.startswith(package):
-            outermost = level
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=outermost + 1)
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    outermost = max(i for i, file in enumerate(files) if file.startswith(package))
+    warnings.warn(message, category, stacklevel=outermost + 2)

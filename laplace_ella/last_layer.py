@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +29,8 @@ class ELLALLLaplace(ELLALaplace):
     Parameters
     ----------
     feature_reduction
-        accepted for compatibility; not needed, because the model itself, with whatever
-        reduction it does, is differentiated
+        not needed, because the model itself, with whatever reduction it does, is
+        differentiated
     last_layer_name : str, optional
         name of the last layer; found by a forward pass at `fit` if None
     **settings
@@ -59,39 +58,28 @@ class ELLALLLaplace(ELLALaplace):
         asdl_fisher_kwargs: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        if asdl_fisher_kwargs is not None:
-            raise ValueError("Last-layer Laplace does not support asdl_fisher_kwargs.")
         super().__init__(
             model,
             likelihood,
             sigma_noise,
-            1.0,
-            0.0,
-            temperature,
-            enable_backprop,
-            dict_key_x,
-            dict_key_y,
-            backend,
-            backend_kwargs,
+            temperature=temperature,
+            enable_backprop=enable_backprop,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            backend=backend,
+            backend_kwargs=backend_kwargs,
+            asdl_fisher_kwargs=asdl_fisher_kwargs,
+            parameter_names=["*"],  # until the last layer is known
             **settings,
         )
-        self.feature_reduction = feature_reduction
-        self.last_layer_name = last_layer_name
-        self._asked_prior = (prior_precision, prior_mean)
+        self.feature_reduction, self.last_layer_name = feature_reduction, None
+        # Like Laplace: of which length they may be is known, and checked, at fit.
+        self.n_params: Any = None
+        self.n_layers: Any = None
+        self._prior_precision: Any = prior_precision
+        self._prior_mean: Any = prior_mean
         if last_layer_name is not None:
             self._set_last_layer(last_layer_name)
-        else:  # like Laplace: known at fit, checked then
-            self.n_params: Any = None
-            self.n_layers: Any = None
-            self._prior_precision: Any = prior_precision
-            self._prior_mean: Any = prior_mean
-
-    @staticmethod
-    def _uncertain_names(
-        model: nn.Module, patterns: Sequence[str] | None = None
-    ) -> list[str]:
-        # All for now; the last layer's are known once it is found.
-        return [name for name, _ in unwrap(model).named_parameters()]
 
     def _set_last_layer(self, name: str) -> None:
         """Restrict the posterior to the parameters of one linear layer."""
@@ -106,41 +94,34 @@ class ELLALLLaplace(ELLALaplace):
         # By identity: a tied parameter is listed under another module's name.
         own = {id(p) for p in layer.parameters()}
         names = [n for n, p in model.named_parameters() if id(p) in own]
-        self._restrict(names, *self._asked_prior)
+        self._restrict(names, self._prior_precision, self._prior_mean)
         self.last_layer_name = name
 
+    def _plan(self, train_loader: Any, *args: Any, **kwargs: Any) -> FitPlan:
+        if self.last_layer_name is None:
+            self._find_last_layer(train_loader)
+        return super()._plan(train_loader, *args, **kwargs)
+
     def _find_last_layer(self, loader: Any) -> None:
-        """Find the last layer by a forward pass, if it is not known yet."""
-        if self.last_layer_name is not None:
-            return
+        """Find the last layer by a forward pass."""
         with self._working("finding the last layer"):
             batch = next(loader_batches(loader, self._device, self.dict_key_y), None)
             if batch is None:
                 raise ValueError("The loader yields no example to find the last layer.")
             x = take(batch[0], slice(0, 1), batch_size(batch[0], self.dict_key_x))
-            model = unwrap(self.model)
             # Tells more clearly what is wrong than the search.
-            ModelFunction(model, [])([], x)
+            ModelFunction(unwrap(self.model), [])([], x)
             # Laplace's search hooks into the model, so it gets a copy.
-            extractor = FeatureExtractor(deepcopy(model))
+            extractor = FeatureExtractor(deepcopy(unwrap(self.model)))
             extractor.find_last_layer(x)
         self._set_last_layer(extractor._last_layer_name)
 
-    def _plan(self, train_loader: Any, *args: Any, **kwargs: Any) -> FitPlan:
-        self._find_last_layer(train_loader)
-        return super()._plan(train_loader, *args, **kwargs)
-
-    def _hyperparameters(self) -> dict[str, Any]:
-        return {"last_layer_name": self.last_layer_name, **super()._hyperparameters()}
+    def _described(self) -> dict[str, Any]:
+        return {**super()._described(), "last_layer_name": self.last_layer_name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a fitted posterior, as `ELLALaplace.load_state_dict` does."""
-        saved = dict(state_dict.get("settings") or {}).get("last_layer_name")
-        if saved is not None and self.last_layer_name not in (None, saved):
-            raise ValueError(
-                f"The checkpoint's last layer is {saved!r}, this object's "
-                f"{self.last_layer_name!r}. Pass last_layer_name={saved!r}."
-            )
-        if self.last_layer_name is None and saved is not None:
-            self._set_last_layer(saved)
+        name = state_dict.get("last_layer_name")
+        if self.last_layer_name is None and name is not None:
+            self._set_last_layer(name)
         super().load_state_dict(state_dict)

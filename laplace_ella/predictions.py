@@ -16,11 +16,14 @@ from laplace_ella.errors import LinkWarning, warn_caller
 from laplace_ella.fitting.data import loader_batches
 from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.posterior.predictive import Predictor
-from laplace_ella.support import checks
 from laplace_ella.support.batches import OutputLayout, split_batch
-from laplace_ella.support.checks import check_generator, member, positive_int
+from laplace_ella.support.checks import (
+    check_generator,
+    member,
+    positive_int,
+    refuse_arguments,
+)
 from laplace_ella.support.preserve import (
-    full_precision,
     seeded_iteration,
     undisturbed,
 )
@@ -35,8 +38,6 @@ if TYPE_CHECKING:
     from laplace_ella.fitting.distributed import Processes
     from laplace_ella.posterior.posterior import SubspacePosterior
 
-__all__ = ["PredictingLaplace"]
-
 Inputs = torch.Tensor | MutableMapping[str, Any]
 
 
@@ -46,20 +47,23 @@ def inputs_of(
     """Yield the inputs of a loader's batches, whether these have targets or not."""
     if isinstance(loader, (torch.Tensor, Mapping)):
         loader = [loader]
-    elif not isinstance(loader, Iterable):
-        raise TypeError(
-            "Expected a DataLoader, an iterable of batches or a tensor, got "
-            f"{type(loader).__name__}."
-        )
     batches = seeded_iteration(loader)
-    if progress_bar:
-        batches = tqdm(batches, description, length_hint(loader) or None)
-    for batch in batches:
+    total, hidden = length_hint(loader) or None, not progress_bar
+    for batch in tqdm(batches, description, total, disable=hidden):
         if isinstance(batch, (torch.Tensor, Mapping)):
             yield batch
         else:
             alone = isinstance(batch, (tuple, list)) and len(batch) == 1
             yield batch[0] if alone else split_batch(batch, dict_key_y)[0]
+
+
+def noise_variance(la: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return the noise variance of a regression, for outputs `(B, ...)` like these."""
+    noise = la.sigma_noise.detach().square().to(like)
+    first = OutputLayout.CHANNELS_FIRST
+    if getattr(la, "output_layout", None) is first and noise.ndim:
+        noise = noise.reshape(-1, *[1] * (like.ndim - 2))
+    return noise
 
 
 class PredictingLaplace(EllaBase):
@@ -86,49 +90,36 @@ class PredictingLaplace(EllaBase):
         """Return the user's generator, checked; else a fresh one made from `seed`, or
         one that goes on from call to call."""
         check_generator(generator, self._device)
-        if generator is not None or not goes_on:
-            return generator or self._fresh_generator()
-        self._stream = self._stream or self._fresh_generator()
-        return self._stream
+        if generator is None and goes_on:
+            self._stream = self._stream or self._fresh_generator()
+            return self._stream
+        return generator or self._fresh_generator()
 
     @property
     def link_approx(self) -> Link:
         """Link of predictions that do not name one: the one that the last search on
         validation data used, or 'probit'. May be set; None forgets the search."""
-        return self._tuned_link or Link.PROBIT
+        return self._link_approx or Link.PROBIT
 
     @link_approx.setter
     def link_approx(self, link: Link | str | None) -> None:
-        self._tuned_link = None if link is None else member(Link, "link_approx", link)
+        self._link_approx = None if link is None else member(Link, "link_approx", link)
 
-    def _link(
-        self,
-        link_approx: Link | str | None,
-        pred_type: PredType = PredType.GLM,
-        tuning: bool = False,
-    ) -> Link:
+    def _link(self, link_approx: Link | str | None, tuning: bool = False) -> Link:
         """Return the link of a prediction; warn if another one was tuned for."""
-        if link_approx is None:
-            link = Link.MC if pred_type == PredType.NN else self.link_approx
-        else:
-            link = member(Link, "link_approx", link_approx)
-        if pred_type == PredType.NN and link is not Link.MC:
-            raise ValueError(
-                "pred_type='nn' samples weights, so it needs link_approx='mc', got "
-                f"link_approx={link.value!r}."
-            )
-        n_channels, same = None, self._tuned_link in (None, link)
-        if self._top_outputs is not None and self.fitted is not None:
+        tuned = self.link_approx
+        link = member(Link, "link_approx", link_approx or tuned)
+        n_channels = None
+        if self.fitted is not None:
             n_channels = self._layout.of(self.fitted.output_shape).n_channels
         self._observation.check_link(link, n_channels)
-        if not (
-            same or tuning or pred_type == PredType.NN or self._family.is_regression
-        ):
+        judged = self._link_approx is not None and not self._family.is_regression
+        if judged and link is not tuned and not tuning:
             warn_caller(
                 "The settings of this posterior were chosen for link_approx="
-                f"{self.link_approx.value!r}, and this prediction uses {link.value!r}. "
-                "Leave link_approx out, tune with the link that you predict with, or "
-                f"set la.link_approx = {link.value!r}.",
+                f"{tuned.value!r}, and this prediction uses {link.value!r}. Leave "
+                "link_approx out, tune with the link that you predict with, or set "
+                f"la.link_approx = {link.value!r}.",
                 LinkWarning,
             )
         return link
@@ -156,46 +147,53 @@ class PredictingLaplace(EllaBase):
         joint : bool, default=False
             regression: one covariance over all B·C values
         link_approx : Link or str, optional
-            classification: link of the linearised predictive, one of 'mc', 'probit',
-            'probit_centered', 'bridge' and 'bridge_norm'; by default the attribute
+            classification: link of the linearised predictive, by default the attribute
             `link_approx`. Always 'mc' for 'nn'
         n_samples : int, default=100
             samples for 'mc' and 'nn'
         diagonal_output : bool, default=False
             treat the outputs as independent
         generator : torch.Generator, optional
-            source of the samples; without it they are made from `seed`, the same at
-            every call
+            source of the samples, made from `seed` at every call by default
         fitting : bool, default=False
             reward modelling: predict as a classifier of pairs
+        **model_kwargs
+            of the model, for 'nn' alone
 
         Returns
         -------
-        probabilities `(B, C)`, or for regression the mean `(B, C)` and the covariance
-        `(B, C, C)`; `(B·C,)` and `(B·C, B·C)` if joint; variances `(B, C)` if
-        `diagonal_output` or `pred_type='nn'`. Of models with outputs at many positions,
-        probabilities, means and variances have the shape of the output and covariances
-        are those of the C outputs at each position, `(B, *positions, C, C)`.
+        torch.Tensor or tuple of torch.Tensor
+            probabilities `(B, C)`, or for regression mean and covariance: `(B, C)` and
+            `(B, C, C)`; `(B·C,)` and `(B·C, B·C)` if joint; variances `(B, C)` if
+            `diagonal_output` or `pred_type='nn'`. Of models with outputs at many
+            positions, covariances are `(B, *positions, C, C)`, and all else has the
+            shape of the output.
         """
         pred_type = member(PredType, "pred_type", pred_type)
-        link = self._link(link_approx, pred_type)
         positive_int("n_samples", n_samples)
         regression = self.likelihood == Likelihood.REGRESSION or (
             self.likelihood == Likelihood.REWARD_MODELING and not fitting
         )
         if pred_type == PredType.NN:
-            samples = self._nn_functional_samples(
-                x, n_samples, self._generator(generator), **model_kwargs
-            )
+            if link_approx not in (None, Link.MC):
+                raise ValueError(
+                    "pred_type='nn' samples weights, so it needs link_approx='mc', got "
+                    f"link_approx={link_approx!r}."
+                )
+            drawn = n_samples, self._generator(generator)
+            samples = self._nn_functional_samples(x, *drawn, **model_kwargs)
             if regression:
                 return samples.mean(0), samples.var(0)
-            return self._probabilities(samples).mean(0)
-        checks.refuse_arguments("la(x, ...)", type(self).__call__, model_kwargs)
+            return self._observation.sampled_probabilities(samples).mean(0)
+        if model_kwargs:
+            refuse_arguments("la(x, ...)", type(self).__call__, model_kwargs)
+        link = self._link(link_approx)
         if regression:
             return self.predictive_moments(x, joint, diagonal_output)
-        drawn = self._generator(generator) if link is Link.MC else None
+        generator = self._generator(generator) if link is Link.MC else None
+        how = link, n_samples, diagonal_output, generator
         with self._predicting() as predictor:
-            return predictor.probabilities(x, link, n_samples, diagonal_output, drawn)
+            return predictor.probabilities(x, *how)
 
     def predictive_moments(
         self, x: Inputs, joint: bool = False, diagonal_output: bool = False
@@ -206,9 +204,9 @@ class PredictingLaplace(EllaBase):
         `diagonal_output`, and `(B·C,)` and `(B·C, B·C)` over all inputs if `joint`.
         """
         with self._predicting() as predictor:
-            return (
-                predictor.joint(x) if joint else predictor.marginal(x, diagonal_output)
-            )
+            if joint:
+                return predictor.joint(x)
+            return predictor.marginal(x, diagonal_output)
 
     def _glm_predictive_distribution(
         self, X: Inputs, joint: bool = False, diagonal_output: bool = False
@@ -237,25 +235,19 @@ class PredictingLaplace(EllaBase):
         device : torch.device or str, default="cpu"
             where results are collected, batch by batch; None is the model's
         progress_bar : bool, default=False
-        generator : torch.Generator, optional
-            source of the samples of all batches, made from `seed` by default
-        **options
-            arguments of `la(x, ...)`
+        generator, **options
+            arguments of `la(x, ...)`; one generator serves all batches
 
         Examples
         --------
         >>> import torch
-        >>> from torch.utils.data import DataLoader, TensorDataset
         >>> from laplace_ella import ELLALaplace
-        >>> data = TensorDataset(torch.randn(50, 2), torch.randn(50, 1))
+        >>> loader = 2 * [(torch.randn(25, 2), torch.randn(25, 1))]
         >>> la = ELLALaplace(torch.nn.Linear(2, 1), "regression", sigma_noise=0.3)
-        >>> la.fit(DataLoader(data, batch_size=25))
-        >>> mean, covariance = la.predict(DataLoader(data, batch_size=20))
+        >>> la.fit(loader)
+        >>> mean, covariance = la.predict(loader)
         >>> covariance.shape
         torch.Size([50, 1, 1])
-        >>> lower, upper = la.interval(torch.zeros(4, 2), level=0.9)
-        >>> bool((upper - lower > 2 * 1.6448 * 0.3).all())
-        True
         """
         if options.get("joint"):
             raise ValueError(
@@ -302,16 +294,12 @@ class PredictingLaplace(EllaBase):
         if self.likelihood != Likelihood.REGRESSION:
             raise ValueError(
                 "Standard deviations and intervals of observations are for "
-                "likelihood='regression', this one is "
-                f"{Likelihood(self.likelihood).value!r}. Use la(x), or "
-                "laplace_ella.decompose(la, x)."
+                f"likelihood='regression', this one is {self.likelihood!r}. Use la(x), "
+                "or laplace_ella.decompose(la, x)."
             )
         options = {"device": None, "diagonal_output": True, **options}
         mean, variance = self.predict(x, **options)
-        noise = self._sigma_noise.detach().square().to(mean)
-        if self._layout is OutputLayout.CHANNELS_FIRST:
-            noise = noise.reshape(-1, *[1] * (mean.ndim - 2))
-        return mean, (variance + noise).sqrt()
+        return mean, (variance + noise_variance(self, mean)).sqrt()
 
     # Features
 
@@ -329,7 +317,6 @@ class PredictingLaplace(EllaBase):
     ) -> FeatureCache:
         """Return features and targets of every example, see `FeatureCache`; of those
         that all processes have, if several do (see `distributed`)."""
-        self._checked_fit()
         with self._working("cache_features()") as processes:
             return self._cache(
                 self.posterior, self.linearizer, loader, progress_bar, processes
@@ -355,7 +342,7 @@ class PredictingLaplace(EllaBase):
         self, cache: FeatureCache, posterior: SubspacePosterior
     ) -> FeatureCache:
         """Return what predictions of a posterior need of a cache, on the device."""
-        return cache.serving(posterior).top(self.top_outputs).to(self._device)
+        return cache.serving(posterior).top(self._top_outputs).to(self._device)
 
     def predict_from_cache(
         self,
@@ -374,20 +361,17 @@ class PredictingLaplace(EllaBase):
         link = self._link(link_approx)
         positive_int("n_samples", n_samples)
         posterior, regression = self.posterior, self._family.is_regression
-        generator, parts = self._generator(generator), []
-        with full_precision(self._device):
-            for part in self._served(cache, posterior).batches():
-                values = posterior.function_values(
-                    part.f_mu, part.phi, part.residual, part.outputs
-                )
-                if regression:
-                    variance = values.variance if diagonal_output else values.covariance
-                    parts.append((values.mean, variance()))
-                    continue
-                probabilities = self._observation.probabilities(
-                    values, link, n_samples, diagonal_output, generator
-                )
-                parts.append((probabilities,))
+        how = n_samples, diagonal_output, self._generator(generator)
+        parts = []
+        for rows in self._served(cache, posterior).batches():
+            f = posterior.function_values(
+                rows.f_mu, rows.phi, rows.residual, rows.outputs
+            )
+            if regression:
+                spread = f.variance() if diagonal_output else f.covariance()
+                parts.append((f.mean, spread))
+            else:
+                parts.append((self._observation.probabilities(f, link, *how),))
         found = [torch.cat(p).to(self.mean.dtype) for p in zip(*parts, strict=True)]
         return tuple(found) if regression else found[0]
 
@@ -405,17 +389,17 @@ class PredictingLaplace(EllaBase):
 
     def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
         """Return the output covariance `(B, C, C)` for Jacobians `(B, C, P)`."""
-        with self._predicting() as predictor:
-            self._check_jacobians(Js)
-            return predictor.covariance_of(Js)
+        return self._covariance_of(Js)
 
     def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
         """Return the joint covariance `(B·C, B·C)` for Jacobians `(B, C, P)` or
         `(B·C, P)`."""
+        return self._covariance_of(Js[None] if Js.ndim == 2 else Js, joint=True)
+
+    def _covariance_of(self, Js: torch.Tensor, joint: bool = False) -> torch.Tensor:
         with self._predicting() as predictor:
-            Js = Js.unsqueeze(0) if Js.ndim == 2 else Js
             self._check_jacobians(Js)
-            return predictor.covariance_of(Js, joint=True)
+            return predictor.covariance_of(Js, joint)
 
     # Samples
 
@@ -440,12 +424,11 @@ class PredictingLaplace(EllaBase):
         positive_int("n_samples", n_samples)
         if pred_type == PredType.NN:
             return self._nn_functional_samples(x, n_samples, generator)
+        drawn = n_samples, self._generator(generator, goes_on=True)
         with self._predicting() as predictor:
-            generator = self._generator(generator, goes_on=True)
             if joint and not diagonal_output:
-                return predictor.joint_samples(x, n_samples, generator)
-            how = diagonal_output, top_outputs
-            return predictor.samples(x, n_samples, generator, *how)
+                return predictor.joint_samples(x, *drawn)
+            return predictor.samples(x, *drawn, diagonal_output, top_outputs)
 
     def predictive_samples(
         self,
@@ -460,10 +443,10 @@ class PredictingLaplace(EllaBase):
 
         Of inputs that are sampled independently, only `top_outputs` vary.
         """
-        how = n_samples, diagonal_output, generator, joint, self.top_outputs
+        how = n_samples, diagonal_output, generator, joint, self._top_outputs
         samples = self.functional_samples(x, pred_type, *how)
         if self.likelihood == Likelihood.CLASSIFICATION:
-            return self._probabilities(samples)
+            return self._observation.sampled_probabilities(samples)
         return samples
 
     def sample(
@@ -493,7 +476,3 @@ class PredictingLaplace(EllaBase):
                 for _ in range(n_samples)  # a sample is as large as the model
             ]
         return torch.stack(samples)
-
-    def _probabilities(self, samples: torch.Tensor) -> torch.Tensor:
-        """Return the inverse link of samples of the outputs, `(n, B, ...)`."""
-        return self._observation.sampled_probabilities(samples)

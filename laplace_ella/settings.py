@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from laplace.baselaplace import BaseLaplace, ParametricLaplace
+from laplace.baselaplace import ParametricLaplace
 from laplace.utils.enums import Likelihood
 from torch import nn
 
@@ -20,10 +20,10 @@ from laplace_ella.derivatives.model_function import (
     refuse_sharded,
     unwrap,
 )
-from laplace_ella.derivatives.modes import ComputeOptions, FeatureMode, RowMode
+from laplace_ella.derivatives.modes import ComputeOptions
 from laplace_ella.fitting.sampling import check_plan
 from laplace_ella.posterior.complement import UNKNOWN_SPAN, Complement, EvidenceScope
-from laplace_ella.posterior.observation import Family, Link
+from laplace_ella.posterior.observation import Family
 from laplace_ella.support.batches import OutputLayout
 from laplace_ella.support.checks import (
     check_positive,
@@ -34,6 +34,8 @@ from laplace_ella.support.checks import (
 
 if TYPE_CHECKING:
     from laplace_ella.posterior.fit import Fit
+
+T = TypeVar("T")
 
 PAPER: dict[str, Any] = {
     "subsample_size": 2000,
@@ -46,40 +48,132 @@ PAPER: dict[str, Any] = {
 the paper does."""
 
 
-def from_numpy(value: Any) -> Any:
-    """Return numpy arrays, which Laplace refuses, as a number or a tensor."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return value.item() if value.size == 1 else torch.as_tensor(value)
-    return value
+class Setting(Generic[T]):
+    """An attribute that `check` looks at when it is set, and may convert; the posterior
+    is made anew afterwards, if it depends on it."""
+
+    def __init__(self, check: Callable[[Any, Any], T], in_posterior: bool = True):
+        self.check, self.in_posterior = check, in_posterior
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __get__(self, la: Any, owner: type) -> T:
+        value: Any = self if la is None else getattr(la, self.name)
+        return value
+
+    def __set__(self, la: Any, value: Any) -> None:
+        setattr(la, self.name, self.check(la, value))
+        if self.in_posterior:
+            la._posterior_scale = None
 
 
-def single(name: str, value: Any) -> Any:
+def number(name: str, value: Any) -> float:
     """Return one positive number, also of an array or a tensor."""
-    value = from_numpy(value)
-    one = isinstance(value, torch.Tensor) and value.numel() == 1
-    if isinstance(value, bool) or not (one or isinstance(value, (int, float))):
+    if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
+        value = value.item() if value.shape in ((), (1,)) else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be one number, got {value!r}.")
     check_positive(name, value)
+    return float(value)
+
+
+def vector(name: str, value: Any, *lengths: int) -> torch.Tensor:
+    """Return a number, an array or a tensor as a tensor, of one of the lengths."""
+    if not isinstance(value, (int, float, np.generic, np.ndarray, torch.Tensor)):
+        raise TypeError(f"{name} must be a number or a tensor, got {value!r}.")
+    if not isinstance(value, torch.Tensor):
+        value = torch.as_tensor(value, dtype=torch.float64)
+    n = value.numel()
+    if value.ndim > 1 or n == 0 or (lengths and n not in lengths):
+        sizes = f" of length {' or '.join(map(str, lengths))}" if lengths else ""
+        raise ValueError(
+            f"{name} must be a number or a vector{sizes}, got shape "
+            f"{tuple(value.shape)}."
+        )
     return value
 
 
 def checked_complement(value: Any) -> Complement | float | None:
     """Return one of the names, or a positive number; None leaves it to the fit."""
-    number = from_numpy(value)
-    if isinstance(number, torch.Tensor) and number.numel() == 1:
-        number = number.item()
-    if isinstance(number, (int, float)) and not isinstance(number, bool):
-        check_positive("complement", number)
-        return float(number)
-    try:
-        return None if value is None else Complement(value)
-    except ValueError:
+    if value is None or isinstance(value, str):
+        return None if value is None else member(Complement, "complement", value)
+    return number("complement", value)
+
+
+def checked_prior_precision(la: Any, value: Any) -> torch.Tensor:
+    prior = vector("prior_precision", value, 1, la.n_layers, la.n_params)
+    check_positive("prior_precision", prior)
+    return prior.reshape(-1).to(la._device, la._dtype)
+
+
+def checked_prior_mean(la: Any, value: Any) -> torch.Tensor:
+    mean = vector("prior_mean", value, 1, la.n_params)
+    if not bool(torch.isfinite(mean).all()):
+        raise ValueError(f"prior_mean must be finite, got {value}.")
+    return mean.to(la._device, la._dtype)
+
+
+def checked_sigma_noise(la: Any, value: Any) -> torch.Tensor:
+    if not la._family.is_regression and number("sigma_noise", value) != 1:
         raise ValueError(
-            f"complement must be one of {[c.value for c in Complement]} or a positive "
-            f"number, got {value!r}."
-        ) from None
+            f"sigma_noise is for regression; this likelihood is {la.likelihood!r}."
+        )
+    noise = vector("sigma_noise", value)
+    check_positive("sigma_noise", noise)
+    n = noise.numel()
+    refuse_mixed_noises(la, n)
+    if n > 1 and la.fitted is not None:
+        la.fitted.check_noises(n)
+    return (noise if n > 1 else noise.reshape(())).to(la._device, la._dtype)
+
+
+def refuse_mixed_noises(la: Any, n: int) -> None:
+    """Refuse several noises where the outputs are not kept apart."""
+    if n > 1 and (la.stochastic or la.curvature is Curvature.EMPIRICAL_FISHER):
+        mixing = "stochastic=True" if la.stochastic else "The empirical Fisher"
+        raise ValueError(
+            f"{mixing} mixes the outputs, so it needs one sigma_noise for all of them, "
+            f"got {n} values."
+        )
+
+
+def checked_softmax_temperature(la: Any, value: Any) -> float:
+    tau = number("softmax_temperature", value)
+    if tau != 1 and la._family.is_regression:
+        raise ValueError(
+            "softmax_temperature is for classification; this likelihood is "
+            f"{la.likelihood!r}, got {tau}. Scale sigma_noise."
+        )
+    return tau
+
+
+def checked_top_outputs(la: Any, value: Any) -> int | None:
+    if value is None:
+        return None
+    n = positive_int("top_outputs", value, or_="None for all")
+    if la._family is not Family.CATEGORICAL:
+        raise ValueError(
+            "top_outputs is for one class of several, where those that are out of the "
+            f"question do not matter; got {n} for likelihood={la.likelihood!r}"
+            f"{' with multi_label=True' * la.multi_label}. Leave it out."
+        )
+    return n
+
+
+def checked_compute(la: Any, value: Any) -> ComputeOptions:
+    if not isinstance(value, ComputeOptions):
+        raise TypeError(
+            f"compute must be a ComputeOptions(...), got {type(value).__name__}."
+        )
+    if la.fitted is not None:
+        linearizer = la.fitted.linearizer
+        asked = {"features": value.feature_mode, "rows": value.row_mode}
+        asked = {k: mode for k, mode in asked.items() if mode.value != "auto"}
+        modes = replace(linearizer.modes, **asked)
+        linearizer = replace(linearizer, options=value, modes=modes)
+        la.fitted = replace(la.fitted, linearizer=linearizer)
+    return value
 
 
 def refuse_unknown(cls: type, names: Iterable[str]) -> None:
@@ -95,12 +189,35 @@ def refuse_unknown(cls: type, names: Iterable[str]) -> None:
         raise TypeError(f"{cls.__name__} has no argument {name!r}. {remedy}")
 
 
+def uncertain_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """Return the names of the parameters that get a posterior: those that were asked
+    for, or all that require gradients."""
+    named = list(unwrap(model).named_parameters())
+    if patterns is not None:
+        return matching_names([name for name, _ in named], patterns)
+    names = [name for name, p in named if p.requires_grad]
+    if not names:
+        raise ValueError(
+            "The model has no trainable parameter: expected at least one with "
+            f"requires_grad=True, got {len(named)} parameters without. Call "
+            "requires_grad_(True) on the layers that should be uncertain."
+        )
+    return names
+
+
 class EllaSettings(ParametricLaplace):
     """The constructor of a posterior, and its settings, which can be changed."""
 
     #: What was fitted, and the posterior that is kept until a setting changes.
-    fitted: Fit | None
+    fitted: Fit | None = None
     _posterior_scale: Any
+
+    # Where settings are kept
+    _temperature: float
+    _softmax_temperature: float
+    _top_outputs: int | None
+    _evidence: EvidenceScope
+    _compute: ComputeOptions
 
     def __init__(
         self,
@@ -134,182 +251,83 @@ class EllaSettings(ParametricLaplace):
     ) -> None:
         refuse_unknown(type(self), unknown)
         refuse_sharded(model)
-        compute = ComputeOptions() if compute is None else compute
-        if not isinstance(compute, ComputeOptions):
-            raise TypeError(
-                f"compute must be a ComputeOptions(...), got {type(compute).__name__}."
+        likelihood = member(Likelihood, "likelihood", likelihood).value
+        if multi_label and likelihood != Likelihood.CLASSIFICATION:
+            raise ValueError(
+                "multi_label=True is for likelihood='classification', got "
+                f"{likelihood!r}."
             )
-        backend, row_mode, self.curvature, self.stochastic = resolve(
-            backend, backend_kwargs, asdl_fisher_kwargs, compute.row_mode, stochastic
-        )
+        self.compute = ComputeOptions() if compute is None else compute
+        given = backend, backend_kwargs, asdl_fisher_kwargs, self.compute.row_mode
+        backend, row_mode, self.curvature, self.stochastic = resolve(*given, stochastic)
         if not isinstance(self.stochastic, bool):
             positive_int("stochastic", self.stochastic, or_="a bool")
-        self._compute = replace(compute, row_mode=row_mode)
+        self.compute = replace(self.compute, row_mode=row_mode)
         self._layout = member(OutputLayout, "output_layout", output_layout)
         self.subsample_size, self.seed = subsample_size, seed
         self.n_eigenvalues = "auto" if n_eigenvalues is None else n_eigenvalues
-        self.distributed = distributed
-        self.multi_label = multi_label
-        self._family = Family.of(likelihood, multi_label)
-        self.parameter_names = parameter_names
-        self.fitted: Fit | None = None
-        self._stream: torch.Generator | None = None
-        self._tuned_link: Link | None = None
-        self._evidence = member(EvidenceScope, "evidence", evidence)
         self._complement = checked_complement(complement)
         check_plan(subsample_size, self.n_eigenvalues, seed, self._complement)
-        names = self._uncertain_names(model, parameter_names)
-        self._fn = ModelFunction(unwrap(model), names)
-        sigma_noise = from_numpy(sigma_noise)
-        several = isinstance(sigma_noise, torch.Tensor) and sigma_noise.numel() != 1
+        self.evidence, self.distributed = evidence, distributed
+        self.multi_label = multi_label
+        self._family = Family.of(likelihood, multi_label)
+        names = uncertain_names(model, parameter_names)
         super().__init__(
             model,
             likelihood,
-            1.0 if several else sigma_noise,
-            prior_precision if parameter_names is None else 1.0,
-            prior_mean if parameter_names is None else 0.0,
-            temperature,
-            enable_backprop,
-            dict_key_x,
-            dict_key_y,
-            None,  # Laplace refuses BackPACK with frozen layers, which work here
-            backend_kwargs,
-            asdl_fisher_kwargs,
+            temperature=temperature,
+            enable_backprop=enable_backprop,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            # No backend: Laplace refuses BackPACK with frozen layers, which work here.
+            backend_kwargs=backend_kwargs,
+            asdl_fisher_kwargs=asdl_fisher_kwargs,
         )
-        if backend is not None:
-            self._backend_cls = backend
-        if multi_label and self.likelihood != Likelihood.CLASSIFICATION:
-            raise ValueError(
-                "multi_label=True is for likelihood='classification', got "
-                f"{Likelihood(self.likelihood).value!r}."
-            )
-        self.softmax_temperature = softmax_temperature
-        self.top_outputs = top_outputs
-        if several:
-            self.sigma_noise = sigma_noise
-        if parameter_names is not None:
-            self._restrict(names, prior_precision, prior_mean)
+        self._backend_cls = backend or self._backend_cls
+        self.sigma_noise = sigma_noise
+        self.softmax_temperature, self.top_outputs = softmax_temperature, top_outputs
+        self._restrict(names, prior_precision, prior_mean)
 
-    @staticmethod
-    def _uncertain_names(
-        model: nn.Module, patterns: Sequence[str] | None = None
-    ) -> list[str]:
-        """Return the names of the parameters that get a posterior: those that were
-        asked for, or all that require gradients."""
-        named = list(unwrap(model).named_parameters())
-        if patterns is not None:
-            return matching_names([name for name, _ in named], patterns)
-        names = [name for name, p in named if p.requires_grad]
-        if not names:
-            raise ValueError(
-                "The model has no trainable parameter: expected at least one with "
-                f"requires_grad=True, got {len(named)} parameters without. Call "
-                "requires_grad_(True) on the layers that should be uncertain."
-            )
-        return names
-
-    def _restrict(
-        self,
-        names: Sequence[str],
-        prior_precision: float | torch.Tensor,
-        prior_mean: float | torch.Tensor,
-    ) -> None:
-        """Give a posterior to these parameters only."""
+    def _restrict(self, names: Sequence[str], precision: Any, mean: Any) -> None:
+        """Give a posterior to these parameters only, with this prior."""
         model = unwrap(self.model)
         named = dict(model.named_parameters())
         self._fn = ModelFunction(model, names)
         self.params = [named[name] for name in names]
-        self.n_params = sum(p.numel() for p in self.params)
-        self.n_layers = len(self.params)
-        self.prior_precision, self.prior_mean = prior_precision, prior_mean
-        if self.fitted is None:
-            self.mean = torch.as_tensor(self.prior_mean)
+        self.n_params, self.n_layers = self._fn.n_params, len(names)
+        self.prior_precision, self.prior_mean = precision, mean
+        self.mean = self.prior_mean
 
-    @property
-    def compute(self) -> ComputeOptions:
-        """How derivatives are computed. May be replaced, by
-        `la.compute = dataclasses.replace(la.compute, chunk_size=16)` for example."""
-        return self._compute
+    prior_precision: Setting[torch.Tensor] = Setting(checked_prior_precision)  # pyright: ignore
+    """Prior precision: scalar `(1,)`, layerwise `(L,)` or diagonal `(P,)`."""
 
-    @compute.setter
-    def compute(self, compute: ComputeOptions) -> None:
-        fit = self.fitted
-        if fit is not None:
-            modes, asked = fit.linearizer.modes, compute.feature_mode
-            if asked is not FeatureMode.AUTO:
-                modes = replace(modes, features=asked)
-            if compute.row_mode is not RowMode.AUTO:
-                modes = replace(modes, rows=compute.row_mode)
-            linearizer = replace(fit.linearizer, options=compute, modes=modes)
-            self.fitted = replace(fit, linearizer=linearizer)
-        self._compute = compute
+    prior_mean: Setting[torch.Tensor] = Setting(checked_prior_mean, in_posterior=False)  # pyright: ignore
+    """Prior mean: one number for all weights, or one per weight `(P,)`."""
 
-    @property
-    def output_layout(self) -> OutputLayout:
-        """Where the outputs of the model have their channels."""
-        return self._layout
+    sigma_noise: Setting[torch.Tensor] = Setting(checked_sigma_noise)  # pyright: ignore
+    """Standard deviation of the observation noise, for regression: a scalar, or one for
+    each of the C outputs."""
 
-    @property
-    def temperature(self) -> float:
-        """Temperature of the likelihood; setting it changes the posterior at once."""
-        return self._temperature
+    temperature = Setting(lambda la, value: number("temperature", value))
+    """Temperature of the likelihood; setting it changes the posterior at once."""
 
-    @temperature.setter
-    def temperature(self, temperature: float) -> None:
-        self._temperature = single("temperature", temperature)
-        self._posterior_scale = None
+    softmax_temperature = Setting(checked_softmax_temperature, in_posterior=False)
+    """τ: predicted probabilities are those of f/τ; the posterior does not change."""
 
-    @property
-    def softmax_temperature(self) -> float:
-        """τ: predicted probabilities are those of f/τ; the posterior does not change.
+    top_outputs = Setting(checked_top_outputs, in_posterior=False)
+    """m: predicted probabilities use the variance of the m largest logits alone; None
+    for all. Tune temperature and prior with the m that predictions use."""
 
-        Distinct from `temperature`, which widens or narrows the posterior.
-        """
-        return self._softmax_temperature
+    evidence = Setting(lambda la, value: member(EvidenceScope, "evidence", value))
+    """Directions included in the marginal likelihood, see `EvidenceScope`."""
 
-    @softmax_temperature.setter
-    def softmax_temperature(self, tau: float) -> None:
-        tau = float(single("softmax_temperature", tau))
-        if tau != 1 and self._family.is_regression:
-            raise ValueError(
-                "softmax_temperature is for classification; this likelihood is "
-                f"{Likelihood(self.likelihood).value!r}, got {tau}. Scale sigma_noise."
-            )
-        self._softmax_temperature = tau
-
-    @property
-    def top_outputs(self) -> int | None:
-        """m: predicted probabilities use the variance of the m largest logits of each
-        input, and gradients of no others are computed; None for all.
-
-        Function values, their covariances and joint samples are of all outputs. Tune
-        temperature and prior with the m that predictions use.
-        """
-        return self._top_outputs
-
-    @top_outputs.setter
-    def top_outputs(self, n: int | None) -> None:
-        if n is not None:
-            n = positive_int("top_outputs", n, or_="None for all")
-            if self._family is not Family.CATEGORICAL:
-                raise ValueError(
-                    "top_outputs is for one class of several, where those that are out "
-                    f"of the question do not matter; got {n} for "
-                    f"likelihood={Likelihood(self.likelihood).value!r}"
-                    f"{' with multi_label=True' if self.multi_label else ''}. Leave it "
-                    "out."
-                )
-        self._top_outputs = n
+    compute = Setting(checked_compute, in_posterior=False)
+    """How derivatives are computed; may be replaced after the fit."""
 
     @property
     def complement(self) -> Complement | float | None:
         """How directions outside the basis are treated, see `Complement`; a number is
-        their precision.
-
-        By default the fit decides, and it is None until then: matched for regression,
-        at the prior where the basis spans all gradients or the prior has several
-        values, dropped otherwise.
-        """
+        their precision. By default the fit decides, and it is None until then."""
         if self.fitted is None:
             return self._complement
         return self.fitted.complement_for(self._complement, self._prior_precision)
@@ -324,76 +342,9 @@ class EllaSettings(ParametricLaplace):
         self._posterior_scale = None
 
     @property
-    def evidence(self) -> EvidenceScope:
-        """Directions included in the marginal likelihood, see `EvidenceScope`."""
-        return self._evidence
-
-    @evidence.setter
-    def evidence(self, evidence: EvidenceScope | str) -> None:
-        self._evidence = member(EvidenceScope, "evidence", evidence)
-        self._posterior_scale = None
-
-    @property
-    def prior_precision(self) -> torch.Tensor:
-        """Prior precision: scalar `(1,)`, layerwise `(L,)` or diagonal `(P,)`."""
-        return self._prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: float | torch.Tensor | np.ndarray) -> None:
-        value = from_numpy(value)
-        check_positive("prior_precision", value)
-        BaseLaplace.prior_precision.fset(self, value)  # type: ignore[attr-defined]
-
-    @property
-    def prior_mean(self) -> float | torch.Tensor:
-        """Prior mean: one number for all weights, or one per weight `(P,)`."""
-        return self._prior_mean
-
-    @prior_mean.setter
-    def prior_mean(self, value: float | torch.Tensor | np.ndarray) -> None:
-        value = from_numpy(value)
-        number = isinstance(value, (int, float, torch.Tensor))
-        if number and not bool(torch.isfinite(torch.as_tensor(value)).all()):
-            raise ValueError(f"prior_mean must be finite, got {value}.")
-        BaseLaplace.prior_mean.fset(self, value)  # type: ignore[attr-defined]
-        self._posterior_scale = None
-
-    @property
-    def sigma_noise(self) -> torch.Tensor:
-        """Standard deviation of the observation noise, for regression: a scalar, or
-        one for each of the C outputs."""
-        return self._sigma_noise
-
-    @sigma_noise.setter
-    def sigma_noise(self, value: float | torch.Tensor | np.ndarray) -> None:
-        noise = from_numpy(value)
-        several = isinstance(noise, torch.Tensor) and noise.numel() != 1
-        if several and (noise.ndim != 1 or not noise.numel()):
-            raise ValueError(
-                "sigma_noise must be a number or one number per output, (C,), got "
-                f"shape {tuple(noise.shape)}."
-            )
-        check_positive("sigma_noise", noise)
-        if not several:
-            BaseLaplace.sigma_noise.fset(self, noise)  # type: ignore[attr-defined]
-            return
-        if not self._family.is_regression:
-            raise ValueError(
-                "sigma_noise is for regression; this likelihood is "
-                f"{Likelihood(self.likelihood).value!r}."
-            )
-        if self.stochastic or self.curvature is Curvature.EMPIRICAL_FISHER:
-            mixing = "stochastic=True" if self.stochastic else "The empirical Fisher"
-            raise ValueError(
-                f"{mixing} mixes the outputs, so it needs one sigma_noise for all of "
-                f"them, got {noise.numel()} values."
-            )
-        if self.fitted is not None:
-            self.fitted.check_noises(noise.numel())
-        self._sigma_noise = noise.to(self._device, self._dtype)
-        self._posterior_scale = None
-
-    # What the rest of the package reads
+    def output_layout(self) -> OutputLayout:
+        """Where the outputs of the model have their channels."""
+        return self._layout
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -1,8 +1,5 @@
-"""Names of `hessian_structure` that stand for settings.
-
-laplace-torch's `marglik_training`, and wrappers of other libraries, build their
-posterior themselves and pass no further arguments to it.
-"""
+"""Names of `hessian_structure` that stand for settings: laplace-torch's
+`marglik_training`, and wrappers of other libraries, pass no others to a posterior."""
 
 from __future__ import annotations
 
@@ -26,15 +23,10 @@ def register_structure(name: str, **settings: Any) -> str:
     Parameters
     ----------
     name : str
-        any that laplace-torch does not use itself; registering a name again replaces
-        its settings
+        any that laplace-torch does not use itself, and what is returned; registering a
+        name again replaces its settings
     **settings
         keyword arguments of `ELLALaplace`; arguments of `Laplace` override them
-
-    Returns
-    -------
-    str
-        the name
 
     Examples
     --------
@@ -93,8 +85,6 @@ def _misnamed(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 #: Laplace finds classes by weak references, so they are kept here.
 _CLASSES: list[type] = [
-    type(
-        cls.__name__, (BaseLaplace,), {"_key": (subset, "ella"), "__init__": _misnamed}
-    )
-    for subset, cls in (("all", ELLALaplace), ("last_layer", ELLALLLaplace))
+    type(name, (BaseLaplace,), {"_key": (subset, "ella"), "__init__": _misnamed})
+    for name, subset in (("ELLALaplace", "all"), ("ELLALLLaplace", "last_layer"))
 ]

@@ -41,6 +41,7 @@ ARGUMENTS = [
     ({"temperature": 0.0}, "temperature must be positive.*0.0"),
     ({"temperature": torch.ones(2)}, "temperature must be one number"),
     ({"softmax_temperature": "warm"}, "softmax_temperature.*one number.*warm"),
+    ({"softmax_temperature": True}, "softmax_temperature.*one number.*True"),
     ({"top_outputs": 0}, "top_outputs.*positive integer or None.*0"),
     ({"complement": "sideways"}, "complement.*drop.*prior.*sideways"),
     ({"complement": -2.0}, "complement must be positive.*-2"),
@@ -58,26 +59,16 @@ def test_arguments_of_the_constructor(cls, options, match):
         cls(mlp(3, 4, 2), "classification", **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"feature_mode": "sideways"}, "auto.*forward.*reverse.*double_vjp.*sideways"),
-        ({"chunk_size": 0}, "chunk_size.*0"),
-        ({"memory_budget": "many"}, "memory_budget.*many"),
-        ({"memory_budget": -1}, "memory_budget.*-1"),
-    ],
-)
-def test_compute_options(options, match):
-    with pytest.raises(ValueError, match=f"(?s){match}"):
-        ComputeOptions(**options)
-
-
 def test_likelihood():
     for cls in (ELLALaplace, ELLALLLaplace):
         with pytest.raises(ValueError, match=r"(?i)likelihood.*poisson"):
             cls(mlp(3, 4, 2), "poisson")
     with pytest.raises(ValueError, match=r"multi_label=True.*regression"):
         ELLALaplace(mlp(3, 4, 2), "regression", multi_label=True)
+    with pytest.raises(ValueError, match=r"is for classification.*sigma_noise"):
+        ELLALaplace(mlp(3, 4, 2), "regression", softmax_temperature=2.0)
+    with pytest.raises(ValueError, match=r"is for regression.*'classification'"):
+        ELLALaplace(mlp(3, 4, 2), "classification", sigma_noise=2.0)
 
 
 BAD_NUMBERS = [0.0, -2.0, NAN, INF, torch.tensor([0.0]), torch.tensor(-2.0)]
@@ -85,7 +76,9 @@ BAD_NUMBERS = [0.0, -2.0, NAN, INF, torch.tensor([0.0]), torch.tensor(-2.0)]
 
 @flavours
 @pytest.mark.parametrize("value", BAD_NUMBERS, ids=str)
-@pytest.mark.parametrize("name", ["prior_precision", "sigma_noise", "temperature"])
+@pytest.mark.parametrize(
+    "name", ["prior_precision", "sigma_noise", "temperature", "softmax_temperature"]
+)
 def test_numbers_that_are_not_positive(cls, name, value):
     """At construction, or at the latest by fit; and later, where nothing changes."""
     case = make("regression_3")
@@ -116,7 +109,7 @@ def test_one_bad_entry_of_a_prior():
     for value in (torch.ones(5), torch.ones(5, 1), "72"):
         with pytest.raises((ValueError, TypeError), match=r"(?i)prior.mean"):
             build(case, prior_mean=value)
-    with pytest.raises(ValueError, match="one number per output"):
+    with pytest.raises(ValueError, match=r"a number or a vector, got shape \(2, 2\)"):
         la.sigma_noise = torch.ones(2, 2)
 
 
@@ -134,6 +127,10 @@ CALLS = {
     "truncate": (lambda la: la.truncate(0), "rank.*0"),
     "truncate more": (lambda la: la.truncate(99), r"rank=99 exceeds.*n_eigenvalues=99"),
     "jacobians": (lambda la: la.functional_variance(torch.ones(2, 3, 5)), "shape"),
+    "mode": (lambda la: ComputeOptions(feature_mode="a"), "auto.*forward.*double_vjp"),
+    "chunk": (lambda la: ComputeOptions(chunk_size=0), "chunk_size.*0"),
+    "budget": (lambda la: ComputeOptions(memory_budget="many"), "memory_budget.*many"),
+    "no budget": (lambda la: ComputeOptions(memory_budget=-1), "memory_budget.*-1"),
     "groups": (lambda la: la.joint_predictive(torch.ones(2, 3)), r"\(b, q, .*\(2, 3\)"),
 }
 
@@ -210,14 +207,13 @@ def test_output_form(form):
     assert la.fitted is None
 
 
-@pytest.mark.parametrize("softmax", [True, False])
-def test_probabilities_for_logits(softmax, recwarn):
+def test_probabilities_for_logits(recwarn):
     """A softmax at the end of a classifier is told of, at the line of the call."""
-    end = nn.Softmax(-1) if softmax else nn.LogSoftmax(-1)
-    la = ELLALaplace(nn.Sequential(mlp(3, 4, 3), end), "classification")
-    la.fit(loader(torch.randn(6, 3), torch.randint(3, (6,))))
-    told = [w for w in recwarn if w.category is SoftmaxWarning]
-    assert [w.filename for w in told] == [__file__] * softmax
+    for end in (nn.LogSoftmax(-1), nn.Softmax(-1)):
+        la = ELLALaplace(nn.Sequential(mlp(3, 4, 3), end), "classification")
+        la.fit(loader(torch.randn(6, 3), torch.randint(3, (6,))))
+        told = [w for w in recwarn if w.category is SoftmaxWarning]
+        assert [w.filename for w in told] == [__file__] * isinstance(end, nn.Softmax)
 
 
 # --- data --------------------------------------------------------------------------
@@ -258,11 +254,8 @@ def test_loaders_and_classes(cls, kind):
     """Told before anything is differentiated; the object stays unfitted."""
     model = mlp(3, 4, 2)
     model.register_forward_hook(refuse_derivatives)
-    la = (
-        cls(model, "classification", n_eigenvalues=2, last_layer_name="2")
-        if (cls is ELLALLLaplace)
-        else cls(model, "classification", n_eigenvalues=2)
-    )
+    name = {"last_layer_name": "2"} if cls is ELLALLLaplace else {}
+    la = cls(model, "classification", n_eigenvalues=2, **name)
     data, match = LOADERS[kind]
     with pytest.raises((ValueError, TypeError, KeyError), match=f"(?s){match}"):
         la.fit(data)
@@ -276,19 +269,16 @@ def refuse_derivatives(module, inputs, output):
         output.register_hook(lambda gradient: pytest.fail("differentiated"))
 
 
-@pytest.mark.parametrize(
-    ("y", "match"),
-    [
+def test_regression_targets():
+    la = ELLALaplace(mlp(3, 4, 2), "regression")
+    for y, match in (
         (torch.randn(6), r"\(4, 2\).*\(4,\)"),
         (torch.randn(6, 3), r"\(4, 2\).*\(4, 3\)"),
         (torch.full((6, 2), NAN), "NaN"),
         (torch.full((6, 2), INF), "infinite"),
-    ],
-)
-def test_regression_targets(y, match):
-    la = ELLALaplace(mlp(3, 4, 2), "regression")
-    with pytest.raises(ValueError, match=f"(?s){match}"):
-        la.fit(loader(X, y))
+    ):
+        with pytest.raises(ValueError, match=f"(?s){match}"):
+            la.fit(loader(X, y))
     assert la.fitted is None
 
 
