@@ -256,7 +256,7 @@ class PriorTuning(PredictingLaplace):
             self._adopt(replace(fit, mode_curvature=found.H))
             self.prior_precision = found.prior_precision * scale.to(init)
             self.softmax_temperature = found.softmax_temperature
-            self.link_approx = link_approx or self._tuned_link
+            self.link_approx = link_approx or self._link_approx
         if verbose:
             tau = self.softmax_temperature
             more = "" if found is None else f", softmax temperature {tau:.3g}"
