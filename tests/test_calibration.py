@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -23,6 +22,8 @@ from laplace_ella.errors import BorderWarning
 from laplace_ella.tuning.calibration import USUAL_SHARE, choose, standard_errors
 from tests.cases import make, mlp
 from tests.fitting import fit
+
+pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.errors.BorderWarning")
 
 # --- temperature scaling -------------------------------------------------------------
 
@@ -174,9 +175,7 @@ def fitted(digits, cls=ELLALaplace, **kwargs):
 def calibrated(digits, link="probit_centered", n_samples=64, **kwargs):
     la = fitted(digits, **kwargs)
     val, test = (la.cache_features(loader) for loader in digits[1][1:])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BorderWarning)
-        return la, la.optimize_calibration(val, link, n_samples), val, test
+    return la, la.optimize_calibration(val, link, n_samples), val, test
 
 
 def loss(la, cache, link, n_samples=64):
@@ -227,7 +226,6 @@ def test_the_seed_of_the_basis_does_not_matter(digits, complement):
         assert max(losses) / min(losses) < 1.01
 
 
-@pytest.mark.filterwarnings("ignore::laplace_ella.errors.BorderWarning")
 @pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
 def test_under_and_overconfident_networks(scale):
     """Labels drawn from softmax(f): τ and posterior find the scale of the logits."""
@@ -250,17 +248,14 @@ def test_under_and_overconfident_networks(scale):
     assert chosen.loss <= chosen.scaling_loss * (1 + 1e-5) + slack
 
 
-@pytest.mark.filterwarnings("ignore::laplace_ella.errors.BorderWarning")
 def test_last_layer_and_loaders(digits):
     la, val = fitted(digits, ELLALLLaplace), digits[1][1]
     chosen = la.optimize_calibration(val, "probit_centered")
     again = la.optimize_calibration(la.cache_features(val), "probit_centered")
-    # The start does not depend on the settings so far.
     assert again.loss == pytest.approx(chosen.loss, rel=1e-4)
     assert again.prior_precision == pytest.approx(chosen.prior_precision, rel=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore::laplace_ella.errors.BorderWarning")
 def test_labels():
     """Multi-label targets, by the sigmoid."""
     model, x = mlp(3, 8, 2), torch.randn(300, 3)
@@ -276,7 +271,6 @@ def test_labels():
     assert chosen.loss <= chosen.scaling_loss * (1 + 1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::laplace_ella.errors.BorderWarning")
 @pytest.mark.parametrize("sigma", [0.05, torch.tensor([0.1, 3.0])])
 def test_regression(sigma):
     """Noise, temperature and prior by the validation NLL, whatever the start."""
@@ -351,12 +345,9 @@ def test_few_examples_do_not_sharpen(digits):
     for n_wrong in (0, 1):
         right, wrong = of_class(all_, 40, True), of_class(all_, n_wrong, False)
         val = all_[torch.cat([right, wrong])]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BorderWarning)
-            chosen = la.optimize_calibration(val)
-        assert chosen.softmax_temperature / math.sqrt(
-            1 - min(chosen.share, 0.99)
-        ) >= 1 or (chosen.kept)
+        chosen = la.optimize_calibration(val)
+        scale = chosen.softmax_temperature / math.sqrt(1 - min(chosen.share, 0.99))
+        assert scale >= 1 or chosen.kept
         network = metrics.nll(test.f_mu.softmax(-1), test.targets)
         assert loss(la, test, "probit") <= 1.05 * network
 

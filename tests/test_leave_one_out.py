@@ -17,18 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_ella import ELLALaplace, ELLALLLaplace
 from tests import dense
-from tests.cases import make, mlp, priors
+from tests.cases import Case, make, mlp, priors
 from tests.fitting import assert_close
 
 # --- the reference -------------------------------------------------------------------
 
 
 class LinearModel:
-    """f̂ + J(θ − θ̂) with θ ~ N(μ₀, D⁻¹), rows of several positions kept together.
-
-    f (N, S, C), J (N, S, C, P), y (N, S) or (N, S, C); `likelihood` is 'regression',
-    'classification' or 'multi_label'.
-    """
+    """f̂ + J(θ − θ̂) with θ ~ N(μ₀, D⁻¹): f (N, S, C), J (N, S, C, P), y (N, S, ...)."""
 
     def __init__(self, f, J, y, likelihood, theta, D, mean=0.0, weight=1.0):
         self.f, self.J, self.y, self.likelihood = f, J, y, likelihood
@@ -71,20 +67,22 @@ class LinearModel:
         """Outputs (S, C) and covariance (SC, SC) of example i without it: refitted, or
         after one Newton step."""
         keep = torch.tensor([j for j in range(len(self.f)) if j != i])
-        if one_step_from is None:
-            step = self.mode(keep)
-            hessian = self.derivatives(step, keep)[1]
-        else:
-            grad, hessian = self.derivatives(one_step_from, keep)
-            step = one_step_from - torch.linalg.solve(hessian, grad)
+        step = self.mode(keep) if one_step_from is None else one_step_from
+        grad, hessian = self.derivatives(step, keep)
+        if one_step_from is not None:
+            step = step - torch.linalg.solve(hessian, grad)
         J = self.J[i].flatten(0, 1)
         covariance = J @ torch.linalg.solve(hessian, J.T)
         return self.f[i] + self.J[i] @ step, covariance
 
 
+def flat(params):
+    return torch.cat([p.detach().flatten() for p in params])
+
+
 def reference(case, D, likelihood=None, mean=0.0, weight=1.0):
     f, J = dense.jacobians(case.model, case.x, case.params)
-    theta = torch.cat([p.detach().flatten() for p in case.params])
+    theta = flat(case.params)
     y = case.y.unsqueeze(1)
     D = dense.expand_prior(D, case.params)
     likelihood = likelihood or case.likelihood
@@ -147,19 +145,16 @@ def test_classification_is_one_newton_step(name, prior):
 def test_of_the_network():
     """One step from its own parameters, with δ_train; variances are those of before."""
     case = make("classification_mlp")
-    la = exact(case, prior_precision=3.0)
-    theta = torch.cat([p.detach().flatten() for p in case.params])
+    la, theta = exact(case, prior_precision=3.0), flat(case.params)
     loss = F.cross_entropy(case.model(case.x), case.y, reduction="sum")
     grad = torch.cat([g.flatten() for g in torch.autograd.grad(loss, case.params)])
     training = max(float(-(grad @ theta) / theta.square().sum()), 1e-6)
     found, linear = la.leave_one_out(network=True), reference(case, training)
+    # the regulariser makes θ̂ stationary: the step is by the example's loss alone
+    linear.offset = 0 * theta
     for i in range(len(case.x)):
         keep = torch.tensor([j for j in range(len(case.x)) if j != i])
-        # the regulariser makes θ̂ stationary: the step is by the example's loss alone
-        alone = LinearModel(
-            linear.f, linear.J, linear.y, linear.likelihood, 0 * theta, linear.D
-        )
-        hessian = alone.derivatives(torch.zeros_like(theta), keep)[1]
+        hessian = linear.derivatives(torch.zeros_like(theta), keep)[1]
         r = F.softmax(linear.f[i, 0], -1) - F.one_hot(case.y[i], 3)
         step = torch.linalg.solve(hessian, linear.J[i, 0].T @ r)
         expected = linear.f[i, 0] + linear.J[i, 0] @ step
@@ -182,7 +177,7 @@ def test_examples_of_many_positions_are_left_out_as_a_whole():
     found = la.leave_one_out()
     f, J = dense.jacobians(lambda v: model(v).flatten(1), x, params)
     f, J = f.view(6, 4, 3), J.view(6, 4, 3, -1)
-    theta = torch.cat([p.detach().flatten() for p in params])
+    theta = flat(params)
     D = torch.full_like(theta, 4.0)
     linear = LinearModel(f, J, seen, "classification", theta, D)
     mode = linear.mode()
@@ -244,11 +239,8 @@ def network_nll(problem):
 
 def linear_model(problem, D):
     model, x, y, *_ = problem
-    params = list(model.parameters())
-    f, J = dense.jacobians(model, x, params)
-    theta = torch.cat([p.detach().flatten() for p in params])
-    f, J, y = f.unsqueeze(1), J.unsqueeze(1), y.unsqueeze(1)
-    return LinearModel(f, J, y, "classification", theta, D * torch.ones_like(theta))
+    case = Case(model, "classification", x, y, x, {})
+    return reference(case, torch.as_tensor(D).double())
 
 
 def test_default_is_better_than_the_network(blobs, caplog):
@@ -325,9 +317,12 @@ def test_calibrated_by_the_network(blobs):
 
 @pytest.mark.parametrize("link", ["probit_centered", "mc"])
 def test_links(blobs, link):
-    la = fitted(blobs)
-    la.optimize_prior_precision(link_approx=link, n_samples=50)
-    *_, x, y = blobs
+    """And validation data that are ignored are pointed out."""
+    la, (*_, x, y) = fitted(blobs), blobs
+    loader, options = DataLoader(TensorDataset(x, y)), {"n_samples": 50}
+    with pytest.warns(UserWarning, match="ignores val_loader") as record:
+        la.optimize_prior_precision(link_approx=link, val_loader=loader, **options)
+    assert [w.filename for w in record] == [__file__]
     p = la(x, link_approx=link, n_samples=200)
     assert float(F.nll_loss(p.log(), y)) < network_nll(blobs)
 
@@ -461,15 +456,6 @@ def test_what_cannot_leave_out_says_so(blobs):
     with pytest.raises(ValueError, match="'mackay' is for classification"):
         regression.optimize_prior_precision(method="mackay")
     assert regression.optimize_prior_precision() is None
-
-
-def test_ignored_validation_data_are_pointed_out(blobs):
-    la = fitted(blobs)
-    _, x, y, *_ = blobs
-    loader = DataLoader(TensorDataset(x, y), 20)
-    with pytest.warns(UserWarning, match="ignores val_loader") as record:
-        la.optimize_prior_precision(val_loader=loader)
-    assert [w.filename for w in record] == [__file__]
 
 
 def test_predictions_of_many_directions_are_the_same(monkeypatch):
