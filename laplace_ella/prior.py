@@ -321,21 +321,20 @@ class PriorTuning(PredictingLaplace):
         """Return what is chosen by leaving examples out, and the prior precision that
         its factor multiplies; with normalisation layers see `_scales`."""
         name, prior = f"method={method.value!r}", self._prior_precision.detach()
-        scales, ours = [prior], {id(p) for p in self.params}
-        # Whether one, also without parameters, is in the part with a posterior.
-        normalised = method is PriorMethod.AUTO and any(
-            {id(p) for p in layer.parameters()} <= ours
-            for layer in self.model.modules()
-            if isinstance(layer, NORMALISATIONS)
-        )
+        scales, ours, normalised = [prior], set(map(id, self.params)), False
+        for layer in self.model.modules() if method is PriorMethod.AUTO else ():
+            # One, also without parameters, in the part that has a posterior.
+            inside = ours.issuperset(map(id, layer.parameters()))
+            normalised |= isinstance(layer, NORMALISATIONS) and inside
         if prior.numel() == 1:
             scales = [torch.ones_like(prior), *(self._scales() if normalised else ())]
-        found = [
-            choose_prior(self._linear_model(name, scale, *judged_by), method, start)
-            for scale in scales
-        ]
-        best = min(range(len(found)), key=lambda i: found[i].rank)
-        choice = found[best]
+        found = []
+        for scale in scales:  # one after the other: each has a copy of the features
+            model = self._linear_model(name, scale, *judged_by)
+            found.append(choose_prior(model, method, start))
+        choice, scale = found[0], scales[0]
+        if found[-1].rank < choice.rank:
+            choice, scale = found[-1], scales[-1]
         if normalised and choice.rule is PriorMethod.LARGER:
             warn_caller(
                 "Leave-one-out does not tell how this network with normalisation "
@@ -347,7 +346,7 @@ class PriorTuning(PredictingLaplace):
                 "or laplace_ella.augmented_validation(train_loader).",
                 NumericalWarning,
             )
-        return choice, scales[best]
+        return choice, scale
 
     def _scales(self) -> list[torch.Tensor]:
         """Return the inverse mean square of each tensor's weights, less the prior mean,

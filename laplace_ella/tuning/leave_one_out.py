@@ -386,7 +386,7 @@ def choose_prior(
         return link_loss(model, linear), network_loss, tau
 
     # From MacKay's precision upwards; downwards only where that is asked for.
-    judged = {0: judge(fixed)}
+    judged: dict[int, tuple[float, ...]] = {0: judge(fixed)}
     for sign in (1, -1) if method is PriorMethod.LOO else (1,):
         mode = fixed
         for i in range(sign, sign * (N_STEPS + 1), sign):
@@ -394,9 +394,8 @@ def choose_prior(
             judged[i] = judge(mode)
             if judged[i][calibrated] > judged[i - sign][calibrated]:
                 break
-    (loo, linear_loss), (by_network, network_loss) = (
-        lowest_place({i: each[k] for i, each in judged.items()}) for k in (0, 1)
-    )
+    loo, linear_loss = lowest_place(judged, 0)
+    by_network, network_loss = lowest_place(judged, 1)
     step = by_network if calibrated else 0.0 if method is PriorMethod.MACKAY else loo
     chosen = fixed.precision * math.exp(STEP * step)
     mode = find_mode(model, chosen, fixed)
@@ -415,9 +414,12 @@ def choose_prior(
     )
 
 
-def lowest_place(losses: dict[int, float]) -> tuple[float, float]:
-    """Return the place of the minimum, by a parabola through the lowest loss and its
-    neighbours, and this loss."""
+def lowest_place(
+    judged: dict[int, tuple[float, ...]], which: int
+) -> tuple[float, float]:
+    """Return the place of the minimum of one of the losses, by a parabola through the
+    lowest and its neighbours, and the lowest."""
+    losses = {i: each[which] for i, each in judged.items()}
     i = min(losses, key=losses.__getitem__)
     left, right = losses.get(i - 1, math.nan), losses.get(i + 1, math.nan)
     bend = left - 2 * losses[i] + right
