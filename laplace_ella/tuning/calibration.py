@@ -31,7 +31,7 @@ from scipy.optimize import minimize
 
 from laplace_ella.errors import BorderWarning, warn_caller
 from laplace_ella.posterior.complement import Complement
-from laplace_ella.posterior.observation import Family
+from laplace_ella.posterior.observation import Family, ObservationModel
 from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.tuning.temperature import HIGHEST, LOWEST, checked, minimum
 from laplace_ella.tuning.validation import Validator
@@ -191,7 +191,7 @@ def choose(
 @dataclass(frozen=True)
 class _Candidate:
     """How much predictions are softened, and by what, in the module's coordinates; δ,
-    α and T for that, the losses of all examples `(N,)`, and that of one unseen."""
+    α, T, and τ or σ for that; the losses of all examples `(N,)`, and of one unseen."""
 
     scale: float
     share: float
@@ -199,13 +199,9 @@ class _Candidate:
     prior: float
     complement: Complement | float
     temperature: float
+    observation: ObservationModel
     losses: torch.Tensor
     unseen: torch.Tensor
-
-    @property
-    def base(self) -> float:
-        """τ, or the factor of the noise."""
-        return self.scale * math.sqrt(1 - self.share)
 
     @property
     def loss(self) -> float:
@@ -237,18 +233,18 @@ class _Search:
 
     def run(self) -> Calibration:
         # A grid of shapes, about a decade apart.
-        sizes = [max(3, round(high - low) + 1) for _, low, high in self.axes]
-        grids = [
-            np.linspace(low, high, n).tolist()
-            for (_, low, high), n in zip(self.axes, sizes, strict=True)
-        ]
+        grids = (
+            np.linspace(low, high, max(3, round(high - low) + 1)).tolist()
+            for _, low, high in self.axes
+        )
         shapes = list(itertools.product(*grids))
+        plain = self.find(1.0, NO_SHARE, shapes[0])
         scaling = self.find(self.scaling(), NO_SHARE, shapes[0])
         start, at_most = scaling, math.inf
         if not self.is_regression:
             start = self.least_sharpening(scaling)
             if start.scale == 1 and scaling.scale in (LOWEST, HIGHEST):
-                return self.keep(scaling, start)
+                return self.keep(scaling, plain)
             self = replace(self, floor=min(start.scale, 1.0))
         if start is scaling:
             at_most = scaling.loss * (1 + math.copysign(ROUNDING, scaling.loss))
@@ -261,8 +257,7 @@ class _Search:
         found += [self.find(chosen.scale, chosen.share, shape) for shape in shapes]
         chosen = self.choose(found, at_most)
         best = min(found, key=lambda each: each.loss)
-        borders = self.borders(chosen, scaling)
-        return replace(self.report(chosen, best, scaling), borders=borders)
+        return self.report(chosen, best, scaling, plain, self.borders(chosen, scaling))
 
     @property
     def is_regression(self) -> bool:
@@ -287,18 +282,17 @@ class _Search:
         variance = share * scale**2 / (1.0 if self.is_regression else math.pi / 8)
         posterior = with_prior(known[shape] / variance)
         base, observation = scale * math.sqrt(1 - share), self.validator.observation
-        # Scaling the noise as well leaves less of the factor to T.
-        noise = base**2 if self.is_regression else 1.0
-        temperature = self.factor_at_one / float(posterior.factor) / noise
-        if self.is_regression:
+        temperature = self.factor_at_one / float(posterior.factor)
+        if self.is_regression:  # a larger noise leaves less of the factor to T
+            temperature /= base**2
             sigma_noise = observation.sigma_noise * base
             observation = replace(observation, sigma_noise=sigma_noise)
         else:
             observation = replace(observation, softmax_temperature=base)
         validator = replace(self.validator, observation=observation)
         losses = validator.example_losses(posterior, unseen=True)
-        settings = float(posterior.prior), posterior.complement, temperature
-        return _Candidate(scale, share, shape, *settings, losses[:-1], losses[-1])
+        found = float(posterior.prior), posterior.complement, temperature, observation
+        return _Candidate(scale, share, shape, *found, losses[:-1], losses[-1])
 
     def choose(self, found: Sequence[_Candidate], at_most: float) -> _Candidate:
         """Return the one that sharpens predictions least (a scale below 1; the factor
@@ -376,22 +370,27 @@ class _Search:
     # Results
 
     def report(
-        self, chosen: _Candidate, best: _Candidate, scaling: _Candidate
+        self,
+        chosen: _Candidate,
+        best: _Candidate,
+        scaling: _Candidate,
+        plain: _Candidate,
+        borders: tuple[str, ...],
     ) -> Calibration:
-        noise = self.validator.observation.sigma_noise.reshape(-1) * chosen.base
-        plain = replace(self, floor=0.0).find(1.0, NO_SHARE, scaling.shape)
+        noise = tuple(chosen.observation.sigma_noise.reshape(-1).tolist())
         return Calibration(
-            softmax_temperature=1.0 if self.is_regression else chosen.base,
+            softmax_temperature=chosen.observation.softmax_temperature,
             temperature=chosen.temperature,
             prior_precision=chosen.prior,
             complement=_number(chosen.complement),
-            sigma_noise=tuple(noise.tolist()) if self.is_regression else (),
+            sigma_noise=noise if self.is_regression else (),
             share=chosen.share,
             loss=chosen.loss,
             best_loss=best.loss,
             standard_error=chosen.error(best),
             map_loss=plain.loss,
             scaling_loss=scaling.loss,
+            borders=borders,
         )
 
     def keep(self, scaling: _Candidate, plain: _Candidate) -> Calibration:
@@ -406,14 +405,13 @@ class _Search:
             BorderWarning,
         )
         return replace(
-            self.report(plain, scaling, scaling),
+            self.report(plain, scaling, scaling, plain, ("temperature",)),
             softmax_temperature=observation.softmax_temperature,
             temperature=float(observation.temperature),
             prior_precision=float(self.posterior.prior),
             complement=_number(self.posterior.complement),
             share=math.nan,
             loss=float(self.validator.example_losses(self.posterior).mean()),
-            borders=("temperature",),
             kept=True,
         )
 
