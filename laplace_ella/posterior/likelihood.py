@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from laplace_ella.metrics import IGNORED
 from laplace_ella.posterior.observation import Family
-from laplace_ella.support.batches import Positions, has_values
+from laplace_ella.support.batches import OutputLayout, Positions, has_values
 
 
 def target_rows(
@@ -34,10 +34,15 @@ def target_rows(
         )
     else:
         kind = "Regression" if family.is_regression else "Multi-label"
+        dims = range(1, len(outputs) if y.ndim == len(outputs) - 1 else 1)
+        lacking = [dim for dim in dims if y.unsqueeze(dim).shape == outputs]
+        # Most likely that of the channels; others may have length one as well.
+        if positions.layout is OutputLayout.CHANNELS_FIRST:
+            lacking.reverse()
+        how = f" with y.unsqueeze({lacking[-1]})" if lacking else ""
         raise ValueError(
             f"{kind} targets must have the shape of the model's output, {outputs}, got "
-            f"{shape}. Reshape the targets, for example by y.unsqueeze(-1), or return "
-            "their shape from the model."
+            f"{shape}. Reshape the targets{how}, or return their shape from the model."
         )
     if has_values(rows) and rows.numel():
         _check_values(rows, positions, family)
