@@ -119,18 +119,13 @@ class Processes:
         self._add_up(what, total)
         return total
 
-    def rows(self, what: str, own: torch.Tensor | None) -> torch.Tensor:
-        """Return the rows `(n, ...)` of all processes, in the order of their ranks;
-        None stands for none, of a shape that is not known."""
-        kind = None if own is None else (tuple(own.shape), own.dtype)
-        kinds = self.meet(what, kind)
-        shape, dtype = next(kind for kind in kinds if kind is not None)
-        counts = [0 if kind is None else kind[0][0] for kind in kinds]
-        place = CPU if own is None else own.device
-        everyones = torch.zeros(sum(counts), *shape[1:], dtype=dtype, device=place)
-        if own is not None:
-            first = sum(counts[: self.rank])
-            everyones[first : first + len(own)] = own
+    def rows(self, what: str, own: torch.Tensor) -> torch.Tensor:
+        """Return the rows `(n, ...)` of all processes, in the order of their ranks."""
+        kind = f"{what}, {tuple(own.shape[1:])} {own.dtype}"
+        counts = self.meet(kind, len(own))
+        everyones = own.new_zeros(sum(counts), *own.shape[1:])
+        first = sum(counts[: self.rank])
+        everyones[first : first + len(own)] = own
         self._add_up(what, everyones)
         return everyones
 

@@ -88,7 +88,7 @@ def add_up(
             ended = all(each for _, each in states)
             H, loss = processes.sum("H", sums.H), processes.sum("loss", sums.loss)
             now = CurvatureSum(H, loss, sum(n for n, _ in states))
-        known = [point["n_data"] for point in done.history[-1:]] == [now.n_data]
+        known = done.history and done.history[-1]["n_data"] == now.n_data
         if schedule is None or validate is None or known:
             return replace(done, sums=now), ended
         loss = validate(replace(start, sums=now))
@@ -103,9 +103,9 @@ def add_up(
             return False
         return schedule.waited(done.history) >= schedule.patience
 
-    points = iter(()) if schedule is None else schedule.checkpoints()
-    size = 1 if processes is None else processes.size
-    points = (-(-n // size) for n in points)
+    points, size = iter(()), 1 if processes is None else processes.size
+    if schedule is not None:
+        points = (-(-n // size) for n in schedule.checkpoints())
     for f, psi, y, running, due in _roots(plan, parts, generator, seen, points):
         finite.append(torch.isfinite(f).all() & torch.isfinite(psi).all())
         sums, seen = sums.add(f, psi, y, plan.observation.family), seen + len(f)
