@@ -19,6 +19,7 @@ from laplace_ella.posterior.likelihood import observed, target_rows
 from laplace_ella.posterior.observation import N_SAMPLES, FunctionValues, Link
 from laplace_ella.predictions import PredictingLaplace
 from laplace_ella.support.checks import check_positive, member, positive_int
+from laplace_ella.support.memory import human_bytes
 from laplace_ella.tuning.cache import FeatureCache
 from laplace_ella.tuning.evidence import maximize_evidence
 from laplace_ella.tuning.leave_one_out import (
@@ -172,10 +173,10 @@ class PriorTuning(PredictingLaplace):
 
         For classification the default sets the prior precision *and* the softmax
         temperature by leave-one-out predictions of the training data, and the curvature
-        is taken at the mode of the linearised model, see `PriorMethod`. This needs an
-        exact fit (`n_eigenvalues="exact"`, or "auto" on up to 4,000 pairs of example
-        and output). For regression, and other fits, the default is the evidence, as in
-        laplace-torch. Of a layerwise or diagonal prior a common factor is chosen,
+        is taken at the mode of the linearised model, see `PriorMethod`. For regression,
+        and where memory did not allow the fit to keep the features of the training
+        data, the default is the evidence, as in laplace-torch. Of a layerwise or
+        diagonal prior a common factor is chosen,
         unless `prior_structure` asks for the evidence of each value. For networks with
         normalisation layers precisions in inverse proportion to the mean square of
         each tensor's weights are tried beside a scalar one. Curvature and softmax
@@ -278,13 +279,22 @@ class PriorTuning(PredictingLaplace):
         """Return why examples cannot be left out, None where they can."""
         if self.curvature.value != "ggn":
             return "takes the GGN as curvature, got the empirical Fisher"
-        if fit.training is None or not fit.spans_all:
+        rows = fit.training
+        if rows is None or (self._family.is_regression and not fit.spans_all):
             return (
-                "takes an exact fit with the features of its training data: "
+                "takes the features of the training data, which a fit keeps where "
+                "memory_budget allows: of classification, and of regression with "
                 "n_eigenvalues='exact', or 'auto' with at most 4,000 pairs of example "
-                "and output, a memory_budget that holds them, and no truncation"
+                "and output, and no truncation"
             )
-        return None if len(fit.training.f) else "takes data: call fit(train_loader)"
+        N, S, C, K = rows.phi.shape
+        needed, budget = 8 * N * S * C * (6 * S * C + 3 * K), fit.linearizer.budget
+        if needed > budget:
+            return (
+                f"takes covariances of {N} examples with {S * C} outputs each, "
+                f"{human_bytes(needed)}, and the budget is {human_bytes(budget)}"
+            )
+        return None if N else "takes data: call fit(train_loader)"
 
     def _linear_model(
         self,
@@ -322,7 +332,8 @@ class PriorTuning(PredictingLaplace):
         its factor multiplies; with normalisation layers see `_scales`."""
         name, prior = f"method={method.value!r}", self._prior_precision.detach()
         scales, ours, normalised = [prior], set(map(id, self.params)), False
-        for layer in self.model.modules() if method is PriorMethod.AUTO else ():
+        tries = method is PriorMethod.AUTO and self._checked_fit().spans_all
+        for layer in self.model.modules() if tries else ():
             # One, also without parameters, in the part that has a posterior.
             inside = ours.issuperset(map(id, layer.parameters()))
             normalised |= isinstance(layer, NORMALISATIONS) and inside
@@ -375,8 +386,9 @@ class PriorTuning(PredictingLaplace):
 
         It is left out of the linearised model with the current prior, noise and
         temperatures, whose mode is found anew: exactly for regression, by one Newton
-        step for classification. It takes an exact fit (`n_eigenvalues="exact"`, or
-        "auto" on up to 4,000 pairs of example and output).
+        step for classification. Of a fit with few directions the model has these alone;
+        for regression an exact fit is needed (`n_eigenvalues="exact"`, or "auto" on up
+        to 4,000 pairs of example and output).
 
         Parameters
         ----------

@@ -66,7 +66,9 @@ def found(la):
     """What does not depend on the signs of directions; "bits" must be the same in both
     processes to the last bit."""
     x = torch.linspace(-2, 2, 4 * D, dtype=torch.float64).view(1, 4, D)
+    kept = la.likelihood == "classification" and not la.stochastic
     return {
+        "left out": la.leave_one_out().nll.sort().values if kept else None,
         "n_data": la.n_data,
         "ranks": (la.rank, la.basis.n_samples),
         "fit": (la.basis.eigenvalues, la.loss, la.joint_predictive(x)[1]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from laplace import Laplace
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_ella import ELLALaplace, ELLALLLaplace
+from laplace_ella import ComputeOptions, ELLALaplace, ELLALLLaplace
 from tests import dense
 from tests.cases import Case, make, mlp, priors
-from tests.fitting import assert_close
+from tests.fitting import assert_close, fit
 
 # --- the reference -------------------------------------------------------------------
 
@@ -142,6 +143,31 @@ def test_classification_is_one_newton_step(name, prior):
     assert off < 0.05 * moved
 
 
+def test_few_directions_are_a_linear_model_of_their_own():
+    """Of one pass, of two halves, and without those directions that are cut off."""
+    case = make("classification_mlp")
+    kept = {"n_eigenvalues": 6, "prior_precision": 0.7, "prior_mean": 0.1}
+    la = exact(case, **kept)
+    halves = ELLALaplace(case.model, "classification", **kept)
+    halves.fit_basis(case.loader())
+    for part in (slice(None, 5), slice(5, None)):
+        data = TensorDataset(case.x[part], case.y[part])
+        halves.fit(DataLoader(data, 4), override=False)
+    assert_close(halves.leave_one_out().nll, la.leave_one_out().nll)
+    la.truncate(4)
+    f, J = dense.jacobians(case.model, case.x, case.params)
+    theta = torch.cat([p.detach().flatten() for p in case.params])
+    V, f = la.basis.vectors, f.unsqueeze(1)
+    J, D = (J @ V).unsqueeze(1), torch.full((4,), 0.7, dtype=V.dtype)
+    given = case.y.unsqueeze(1), case.likelihood, V.T @ (theta - 0.1), D
+    linear, found = LinearModel(f, J, *given), la.leave_one_out()
+    mode = linear.mode()
+    for i in range(len(case.x)):
+        mean, covariance = linear.without(i, mode)
+        assert_close(found.mean[i], mean[0], rtol=1e-5, atol=1e-6)
+        assert_close(found.variance[i], covariance.diagonal(), rtol=1e-5, atol=1e-6)
+
+
 def test_of_the_network():
     """One step from its own parameters, with δ_train; variances are those of before."""
     case = make("classification_mlp")
@@ -243,8 +269,9 @@ def linear_model(problem, D):
     return reference(case, torch.as_tensor(D).double())
 
 
-def test_default_is_better_than_the_network(blobs, caplog):
-    la = fitted(blobs)
+@pytest.mark.parametrize("n_eigenvalues", ["exact", 12])
+def test_default_is_better_than_the_network(blobs, caplog, n_eigenvalues):
+    la = fitted(blobs, n_eigenvalues=n_eigenvalues)
     with caplog.at_level(logging.INFO, "laplace_ella"):
         choice = la.optimize_prior_precision()
     assert choice.rule in ("larger", "calibrated")
@@ -439,13 +466,21 @@ def test_a_failure_changes_nothing(blobs):
     assert all(a is b for a, b in zip(before, after, strict=True))
 
 
-def test_what_cannot_leave_out_says_so(blobs):
-    few = fitted(blobs, n_eigenvalues=5)
-    with pytest.raises(ValueError, match="method='loo' takes an exact fit"):
+def test_what_cannot_leave_out_says_so(blobs, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("laplace_ella.fitting.fit.KEPT_SHARE", 1e-12)
+        few = fitted(blobs, n_eigenvalues=5)
+    with pytest.raises(ValueError, match="method='loo' takes the features of the trai"):
         few.optimize_prior_precision(method="loo")
-    with pytest.raises(ValueError, match=r"leave_one_out\(\) takes an exact fit"):
+    with pytest.raises(ValueError, match=r"leave_one_out\(\) takes the features"):
         few.leave_one_out()
     assert few.optimize_prior_precision() is None  # the evidence
+    wide = fitted(blobs, n_eigenvalues=5, compute=ComputeOptions(memory_budget="30 kB"))
+    wide.fitted = replace(wide.fitted, training=fitted(blobs).fitted.training)
+    with pytest.raises(ValueError, match="covariances of 60 examples with 3 outputs"):
+        wide.leave_one_out()
+    with pytest.raises(ValueError, match="takes the features"):
+        fit(make("regression_1"), n_eigenvalues=2).leave_one_out()
     model, x, y, *_ = blobs
     empty = ELLALaplace(model, "classification", n_eigenvalues="exact")
     empty.fit_basis(DataLoader(TensorDataset(x, y), 20))

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 #: Examples whose features are known that are added up at once.
 ROWS_AT_ONCE = 512
 
+#: Bytes of the features of training data that classifiers keep, to leave examples out:
+#: at most, and at most this share of the memory budget.
+KEPT_BYTES, KEPT_SHARE = 2**28, 0.05
+
 #: Outputs (R, C), their features (R, C, K) or what multiplies cotangents (b, n, O) by
 #: J(x)V, targets, positions, and the digest of all targets at the end of a batch.
 Part = tuple[torch.Tensor, Any, torch.Tensor, Positions, str | None]
@@ -60,7 +64,8 @@ def add_up(
     checkpoint: Checkpoint | None = None,
 ) -> Fit:
     """Return the fit with the data of the plan added to its sums, from where it had got
-    to; an exact one with its training rows, whose features are known.
+    to. An exact fit adds its training rows, whose features are known; other fits of
+    classifiers keep the features, if memory allows, to leave examples out later.
 
     At the numbers of examples of a `schedule` the loss of the fit so far is recorded;
     if it `stops`, the sums are those of the best one.
@@ -69,15 +74,18 @@ def add_up(
     if generator is not None and done.generator is not None:
         generator.set_state(done.generator)
     rows = start.training if start.spans_all else None
-    if rows is None:
-        processes, seen = plan.processes, done.sums.n_data - start.sums.n_data
-        parts = _from_loader(plan, start, done)
-    else:  # of all processes already
-        processes, seen = None, 0
-        parts = _from_rows(plan, start, rows)
-    # Each process adds up its own data; the first one what was there.
+    # The rows of an exact fit are of all processes already. Of other data each process
+    # adds up its own, the first one to what was there.
+    processes = plan.processes if rows is None else None
     first = processes is None or processes.rank == 0
     sums, finite = done.sums if first else done.sums.cleared(), []
+    before = [start.training] if first and start.training is not None else []
+    kept = [] if done.rows is None else [done.rows]
+    if rows is None:
+        seen = done.sums.n_data - start.sums.n_data
+        parts = _keeping(plan, _from_loader(plan, start, done), kept)
+    else:
+        seen, parts = 0, _from_rows(plan, start, rows)
 
     def evaluated(ended: bool = False) -> tuple[Progress, bool]:
         # All processes evaluate together, until the data of all of them have ended.
@@ -119,7 +127,8 @@ def add_up(
             if checkpoint is not None and time.monotonic() >= checkpoint.due:
                 check_finite(finite, "outputs or derivatives", "of the data")
                 state = None if generator is None else generator.get_state()
-                checkpoint.save(start, replace(done, sums=sums, generator=state))
+                now = {"sums": sums, "rows": TrainingRows.joined(kept)}
+                checkpoint.save(start, replace(done, generator=state, **now))
     ended = False
     while not ended and not enough():
         done, ended = evaluated(ended=True)
@@ -132,12 +141,45 @@ def add_up(
                 "the validation data."
             )
         fit = replace(fit, sums=done.best)
+    if rows is None:
+        rows = _of_all(plan, TrainingRows.joined([*before, *kept]), sums.n_data, stops)
     if rows is not None:
-        kept = rows.first(fit.sums.n_data)
-        fit = replace(fit, training=kept if kept.phi.nbytes <= plan.budget else None)
+        rows = rows.first(fit.sums.n_data)
+        fit = replace(fit, training=rows if rows.phi.nbytes <= plan.budget else None)
     if checkpoint is not None:
-        checkpoint.save(fit, done, finished=True)
+        checkpoint.save(fit, replace(done, rows=None), finished=True)
     return fit
+
+
+def _keeping(
+    plan: FitPlan, parts: Iterable[Part], kept: list[TrainingRows]
+) -> Iterator[Part]:
+    """Yield the parts of a classifier's data, whose features are added to what is kept
+    until they take too much memory."""
+    limit = min(KEPT_BYTES, int(KEPT_SHARE * plan.budget))
+    keeps = not plan.observation.family.is_regression
+    for part in parts:
+        f, of, y, here, _ = part
+        if keeps and isinstance(of, torch.Tensor):
+            tensors = (t.unflatten(0, (-1, here.n_positions)) for t in (f, of, y))
+            kept.append(TrainingRows(*tensors))
+            if sum(rows.phi.nbytes for rows in kept) > limit:
+                keeps = kept.clear()
+        yield part
+
+
+def _of_all(
+    plan: FitPlan, own: TrainingRows | None, n_data: int, stops: bool
+) -> TrainingRows | None:
+    """Return the kept rows of all processes, None where some of the data were not kept
+    or are not known to be in the sums."""
+    complete, processes = own is not None and len(own.f) >= n_data, plan.processes
+    if processes is None:
+        return own if complete else None
+    if stops or not all(processes.meet("kept features", complete)) or own is None:
+        return None
+    names = ("f", "phi", "y")
+    return TrainingRows(*(processes.rows(n, getattr(own, n)) for n in names))
 
 
 def _roots(

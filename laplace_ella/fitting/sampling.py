@@ -206,6 +206,7 @@ class Progress:
     Of this pass `n_batches` are in the sums; `targets` is the running digest of their
     targets. `generator` is the state of the generator of sampled cotangents, `history`
     has 'n_data' and validation 'loss' so far, and `best` the sums of the best loss.
+    `rows` are features of training data that are kept to leave examples out.
     """
 
     sums: CurvatureSum
@@ -214,6 +215,7 @@ class Progress:
     generator: torch.Tensor | None = None
     history: tuple[dict[str, float], ...] = ()
     best: CurvatureSum | None = None
+    rows: TrainingRows | None = None
 
 
 def first_look(plan: FitPlan, x: Any, y: torch.Tensor) -> Linearizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -66,7 +67,7 @@ class CurvatureSum:
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Outputs, features and targets of the training data of an exact fit.
+    """Outputs, features and targets of the training data.
 
     Attributes
     ----------
@@ -85,6 +86,14 @@ class TrainingRows:
     def first(self, n: int) -> TrainingRows:
         """Return those of the first n examples."""
         return TrainingRows(self.f[:n], self.phi[:n], self.y[:n])
+
+    @classmethod
+    def joined(cls, parts: Sequence[TrainingRows]) -> TrainingRows | None:
+        """Return the rows of all parts in order, None where there are none."""
+        if not parts:
+            return None
+        each = zip(*((part.f, part.phi, part.y) for part in parts), strict=True)
+        return cls(*map(torch.cat, each))
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ class Fit:
         whether the gradients of pairs are the rows of the curvature's root, as for
         regression with the GGN: the spectrum of a sample of them tells that of all
     span, training : optional
-        where they were kept; `training` by exact fits only
+        where they were kept; `training` by exact fits and classifiers, if memory allows
     examples : Any, optional
         a few inputs of the first batch, on the CPU
     mode_curvature : torch.Tensor, optional

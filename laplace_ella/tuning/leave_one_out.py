@@ -46,7 +46,8 @@ STEP, N_STEPS = 1.25, 4
 #: examples that are all right are no reason to be surer than the network.
 ALONE, CHOSEN = (0.05, 50.0), (1.0, 50.0)
 
-#: Above this τ_loo one step from θ̂ does not tell how the network errs.
+#: Above this τ_loo one step from θ̂ does not tell how the network errs. In few
+#: directions a step hardly moves a network that is right everywhere: nor below 1.
 TRUSTED_TEMPERATURE = 7.0
 
 
@@ -107,6 +108,8 @@ class LinearModel:
     observation : ObservationModel
     probabilities : callable
         of Gaussian outputs for a softmax temperature, by the same random numbers
+    complete : bool
+        whether the features are in all directions that the training data determine
     root : torch.Tensor, optional
         L `(K, K)`: z is Lᵀ times the coordinates in the basis; the identity if None
     """
@@ -117,6 +120,7 @@ class LinearModel:
     factor: torch.Tensor
     observation: ObservationModel
     probabilities: Callable[[FunctionValues, float], torch.Tensor]
+    complete: bool = True
     root: torch.Tensor | None = None
 
     @classmethod
@@ -129,8 +133,8 @@ class LinearModel:
         probabilities: Callable[[FunctionValues, float], torch.Tensor],
         posterior: SubspacePosterior | None = None,
     ) -> LinearModel:
-        """Return the model of an exact fit; the precision of its prior is δ, or δ times
-        that of a posterior."""
+        """Return the model of a fit; the precision of its prior is δ, or δ times that
+        of a posterior."""
         delta = (fit.mean - prior_mean).double()
         square, phi, L = delta.square(), rows.phi.double(), None
         shift = fit.basis.directions.to(delta) @ delta
@@ -141,7 +145,7 @@ class LinearModel:
         rows = TrainingRows(rows.f.double(), phi, rows.y)
         noise = observation.sigma_noise.double().square() * observation.temperature
         found = rows, shift, float(square.sum()), 1 / noise
-        return cls(*found, observation, probabilities, L)
+        return cls(*found, observation, probabilities, fit.spans_all, L)
 
     def loss(self, f: torch.Tensor) -> torch.Tensor:
         """Return the negative log likelihood of outputs, up to a constant."""
@@ -373,7 +377,8 @@ def choose_prior(
     network = leave_one_out(model, origin)
     tau_loo, _ = best_temperature(model, replace(network, residual=None), ALONE)
     if method is PriorMethod.AUTO:
-        trusted = tau_loo <= TRUSTED_TEMPERATURE
+        least = 0.0 if model.complete else 1.0
+        trusted = least <= tau_loo <= TRUSTED_TEMPERATURE
         method = PriorMethod.CALIBRATED if trusted else PriorMethod.LARGER
     calibrated = method is PriorMethod.CALIBRATED
     mode = fixed = mackay(model, replace(origin, precision=start))
