@@ -106,8 +106,7 @@ def reliability_curve(
 def _confidence(
     probs: torch.Tensor, targets: torch.Tensor, n_bins: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return confidences `(N,)`, whether they were right, and their bins as rows of
-    zeros with a one `(N, n_bins)`, float64."""
+    """Return confidences `(N,)`, which were right, and bins one-hot `(N, n_bins)`."""
     confidence, predicted = probs.double().max(-1)
     index = (confidence * n_bins).long().clamp(0, n_bins - 1)
     bins = torch.nn.functional.one_hot(index, n_bins).double()
@@ -138,8 +137,7 @@ def binary_entropy(probs: torch.Tensor) -> torch.Tensor:
 def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:
     """Return the AUROC of telling out-of-distribution inputs by a score.
 
-    Scores `(N,)` and `(N',)` are larger where predictions are less certain: entropy,
-    1 − max p, predictive variance.
+    Scores `(N,)` and `(N',)` are larger where predictions are less certain.
 
     >>> ood_auroc(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.7, 0.9]))
     1.0
@@ -265,7 +263,6 @@ def regression_metrics(
 ) -> dict[str, float]:
     """Return nll, rmse, coverage, width and calibration of Gaussian predictives.
 
-    `variance` is that of `gaussian_nll`, `levels` those of the coverage columns.
     `width_95` is the mean width of the central 95 % intervals, `calibration` the mean
     distance of observed from nominal coverage over the levels 5 %, …, 95 %.
     """

@@ -567,7 +567,7 @@ def test_mistakes_are_errors_before_any_fit(classes, kwargs, match, monkeypatch)
 
 
 def test_unknown_words(classes):
-    with pytest.raises(ValueError, match="'classification' or 'regression'"):
+    with pytest.raises(ValueError, match="likelihood must be one of"):
         compare(classes.model, "poisson", None, None)
     for wrong in ({"tune": "bayes"}, {"kind": "magic"}):
         with pytest.raises(ValueError, match="must be one of"):

@@ -249,19 +249,20 @@ def _origin(task: Task, surveys: Mapping[str, _Survey], **more: Any) -> dict[str
 
     shape = " × ".join(map(str, task.sizes.output_shape))
     sizes = f"P = {task.sizes.n_params:,} trainable parameters, C = {shape} outputs"
-    texts = {"model": f"{type(task.model).__name__}, {sizes}"}
-    texts |= {name: f"{seen.n_data:,} examples" for name, seen in surveys.items()}
     names = ("likelihood", "prior_precision", "n_samples", "grid_size", "n_steps")
-    texts |= {name: str(getattr(task, name)) for name in names}
-    texts |= {name: ", ".join(map(str, each)) for name, each in more.items()}
-    if task.fixed_noise:
-        texts["sigma_noise"] = str(task.noise)
+    noise = {"sigma_noise": str(task.noise)} if task.fixed_noise else {}
     packages = [f"{name} {version(name)}" for name in ("laplace-torch", "torch")]
     packages += [f"laplace-ella {__version__}", f"Python {platform.python_version()}"]
-    texts["versions"] = ", ".join(packages)
-    texts["device"] = f"{task.device.type}, {torch.get_num_threads()} threads"
-    texts["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return texts
+    return {
+        "model": f"{type(task.model).__name__}, {sizes}",
+        **{name: f"{seen.n_data:,} examples" for name, seen in surveys.items()},
+        **{name: str(getattr(task, name)) for name in names},
+        **noise,
+        **{name: ", ".join(map(str, each)) for name, each in more.items()},
+        "versions": ", ".join(packages),
+        "device": f"{task.device.type}, {torch.get_num_threads()} threads",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
 
 
 # All methods, and the cache

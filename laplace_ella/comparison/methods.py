@@ -52,11 +52,8 @@ def check_task(model: Any, likelihood: Any) -> str:
             "is nothing to be uncertain about. Set requires_grad of some."
         )
     name = str(getattr(likelihood, "value", likelihood))
-    if name not in ("classification", "regression"):
-        raise ValueError(
-            "likelihood must be 'classification' or 'regression' in a comparison, got "
-            f"{name!r}."
-        )
+    if name not in (known := ("classification", "regression")):
+        raise ValueError(f"likelihood must be one of {known} here, got {name!r}.")
     return name
 
 

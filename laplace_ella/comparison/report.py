@@ -100,8 +100,7 @@ class Result:
 
 def over_seeds(results: Sequence[Result]) -> Result:
     """Return the row of results that differ in their seeds."""
-    done = [r for r in results if r.ok]
-    failed = [r for r in results if not r.ok]
+    done, failed = [r for r in results if r.ok], [r for r in results if not r.ok]
     first = (done or results)[0]
     mean, error, replicates = {}, {}, {}
     for name in first.mean:
@@ -176,9 +175,9 @@ class Report:
     @property
     def columns(self) -> list[str]:
         """Metrics, then costs, in the order of the table."""
-        there = {name for row in self.rows() for name in row.mean}
         names = [name for r in self.results for name in r.metrics]
         names += [name for r in self.results for name in r.costs]
+        there = {name for row in self.rows() for name in row.mean}
         return [name for name in dict.fromkeys(names) if name in there]
 
     def rows(self) -> list[Result]:
@@ -244,9 +243,8 @@ class Report:
             metric, to_best = name.removesuffix(TO_BEST), name.endswith(TO_BEST)
             apart = self.differences(metric)
             scored = not (to_best or name.endswith("_s") or name == "width_95")
-            marked = (
-                scored and len({row.mean.get(metric) for row in rows if row.ok}) > 1
-            )
+            means = {row.mean.get(metric) for row in rows if row.ok}
+            marked = scored and len(means) > 1
             for row, cells in zip(rows, table[1:], strict=True):
                 found = apart.get((row.method, row.link), NOT_KNOWN)
                 shown = row.mean.get(metric), row.error.get(metric)
@@ -330,8 +328,8 @@ class Report:
         page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(
             text.read_text(encoding="utf-8")
         )
-        legends = {"stars": STARS, "legend": LEGEND, "title": title}
-        rendered = page.render(report=self, figures=dict(figures(self)), **legends)
+        shown = {"report": self, "figures": dict(figures(self)), "title": title}
+        rendered = page.render(**shown, stars=STARS, legend=LEGEND)
         write(Path(path), rendered)
         return Path(path)
 
@@ -399,9 +397,8 @@ def markdown(table: list[list[str]]) -> str:
     """Return a table as GitHub Markdown; a status may be longer than its column."""
     table = [[cell.replace("|", "\\|") for cell in cells] for cells in table]
     n, lines = len(table[0]), []
-    columns = [
-        [c[i] for c in table if len(c) in (n, *range(i + 2, n))] for i in range(n)
-    ]
+    known = [cells if len(cells) == n else cells[:-1] for cells in table]
+    columns = [[cells[i] for cells in known if i < len(cells)] for i in range(n)]
     widths = [max(map(len, column)) for column in columns]
     for cells in [table[0], ["-" * width for width in widths], *table[1:]]:
         cells = [c.ljust(w) for c, w in zip(cells, widths, strict=False)]
