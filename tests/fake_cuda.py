@@ -219,34 +219,26 @@ class FakeCuda(TorchFunctionMode):
         return real(tensor) if torch.device(target).type == "cpu" else fake(tensor)
 
 
-class _Fake(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor):
-        return FakeCudaTensor(tensor.detach().clone())
+    def forward(ctx, tensor, to_fake):
+        ctx.to_fake = to_fake
+        copied = (tensor if to_fake else tensor.elem).detach().clone()
+        return FakeCudaTensor(copied) if to_fake else copied
 
     @staticmethod
     def backward(ctx, grad):
-        return real(grad)
-
-
-class _Real(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor):
-        return tensor.elem.detach().clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return fake(grad)
+        return (real(grad) if ctx.to_fake else fake(grad)), None
 
 
 def fake(tensor):
     """A host tensor moved to the fake device."""
-    return tensor if isinstance(tensor, FakeCudaTensor) else _Fake.apply(tensor)
+    return tensor if isinstance(tensor, FakeCudaTensor) else _Moved.apply(tensor, True)
 
 
 def real(tensor):
     """A tensor of the fake device moved to the host."""
-    return _Real.apply(tensor) if isinstance(tensor, FakeCudaTensor) else tensor
+    return _Moved.apply(tensor, False) if isinstance(tensor, FakeCudaTensor) else tensor
 
 
 def module_to_cuda(module):

@@ -8,13 +8,7 @@ import sys
 import pytest
 import torch
 from laplace import Laplace, curvature
-from laplace.curvature import (
-    AsdlGGN,
-    BackPackGGN,
-    CurvatureInterface,
-    CurvlinopsEF,
-    CurvlinopsGGN,
-)
+from laplace.curvature import AsdlGGN, BackPackGGN, CurvatureInterface, CurvlinopsEF
 from torch import nn
 
 from laplace_ella import ComputeOptions, ELLALaplace, ELLALLLaplace
@@ -40,23 +34,13 @@ def test_as_in_laplace_torch(backend, name):
     """With all directions and the same backend, everything is `FullLaplace`'s."""
     case, options = make(name), {"prior_precision": 0.7, "temperature": 1.3}
     backend = getattr(curvature, backend)
-    ours = Laplace(
-        case.model,
-        case.likelihood,
-        "all",
-        "nystrom",
-        backend=backend,
-        subsample_size=10**6,
-        n_eigenvalues=10**6,
-        complement="prior",
-        evidence="basis",
-        **options,
-    )
+    options["backend"], of = backend, (case.model, case.likelihood, "all")
+    everything = {"subsample_size": 10**6, "n_eigenvalues": 10**6}
+    kept = {"complement": "prior", "evidence": "basis"}
+    ours = Laplace(*of, "nystrom", **everything, **kept, **options)
     ours.fit(case.loader())
     # afterwards: BackPACK leaves its activations on the model
-    theirs = Laplace(
-        case.model, case.likelihood, "all", "full", backend=backend, **options
-    )
+    theirs = Laplace(*of, "full", **options)
     theirs.fit(case.loader())
     assert ours._backend_cls is backend
     V = ours.basis.vectors
@@ -215,7 +199,5 @@ def test_is_reported_and_survives(backend, caplog):
     for other in (loaded, pickle.loads(pickle.dumps(la))):
         assert other.modes.rows is mode
         assert_close(other(case.x_test), la(case.x_test))
-    kwargs = {"stochastic": 3}
-    for b in (backend, CurvlinopsGGN):
-        sampled = fit(case, backend=b, backend_kwargs=kwargs)
-        assert_close(sampled.H.trace(), fit(case, stochastic=3).H.trace())
+    sampled = fit(case, backend=backend, backend_kwargs={"stochastic": 3})
+    assert_close(sampled.H.trace(), fit(case, stochastic=3).H.trace())
