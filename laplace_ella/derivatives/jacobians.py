@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -144,10 +144,8 @@ def times_directions(
     if tangents is None:
         return torch.cat(pieces, 1)
     with full_precision(tangents[0].device):
-        total = F.linear(pieces[0], tangents[0].flatten(1))
-        for g, v in zip(pieces[1:], tangents[1:], strict=True):
-            total = total + F.linear(g, v.flatten(1))
-    return total
+        pairs = zip(pieces, tangents, strict=True)
+        return reduce(torch.add, (F.linear(g, v.flatten(1)) for g, v in pairs))
 
 
 # Features without rows: forward mode, and what replaces it

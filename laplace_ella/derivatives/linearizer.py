@@ -158,9 +158,8 @@ class Linearizer:
     def outputs(self, x: Any) -> tuple[torch.Tensor, Positions]:
         """Return outputs `(B·S, C)` by plain forward passes, and their positions."""
         batch, positions = self.batch(x)
-        f = torch.empty(
-            batch.size, positions.n_values, device=self.device, dtype=self.dtype
-        )
+        new = {"device": self.device, "dtype": self.dtype}
+        f = torch.empty(batch.size, positions.n_values, **new)
         for part in chunks(batch.size, self.pass_sizes(batch, positions, None, 1)[0]):
             f[part] = self._run(batch.take(part), x).flatten(1)
         return positions.rows(f), positions

@@ -6,9 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,24 +103,22 @@ def decide(linearizer: Linearizer, x: Any, rank: int) -> Linearizer:
             FeatureMode.DOUBLE_REVERSE: partial(features, FeatureMode.DOUBLE_REVERSE),
             FeatureMode.REVERSE: partial(rows, way, n_values, directions),
         }
-        asked = options.feature_mode
-        mode = fastest(ways if asked not in ways else {asked: ways[asked]}, device)
-    logger.info("rows of the Jacobian by %s", way.value)
-    logger.info("features by %s", mode.value)
-    modes, autocast = Modes(mode, way), autocast_enabled(device)
-    return replace(linearizer, modes=modes, autocast=autocast)
+        if options.feature_mode in ways:  # not AUTO
+            ways = {options.feature_mode: ways[options.feature_mode]}
+        mode = fastest(ways, device)
+    logger.info("rows of the Jacobian by %s, features by %s", way.value, mode.value)
+    return replace(
+        linearizer, modes=Modes(mode, way), autocast=autocast_enabled(device)
+    )
 
 
-W = TypeVar("W", bound=Enum)
-
-
-def fastest(ways: Mapping[W, Callable[[], float]], device: torch.device) -> W:
+def fastest(ways: Mapping[Any, Callable[[], float]], device: torch.device) -> Any:
     """Return the fastest way that works, or raise an error with what each one said.
 
     A trial is one pass, and returns how much work it did, in units that can be
     compared. The double-reverse mode is tried where forward mode failed.
     """
-    seconds: dict[W, float] = {}
+    seconds: dict[Any, float] = {}
     failures: dict[str, Exception] = {}
     for way, trial in ways.items():
         if way == FeatureMode.DOUBLE_REVERSE and FeatureMode.FORWARD in seconds:
@@ -134,9 +131,9 @@ def fastest(ways: Mapping[W, Callable[[], float]], device: torch.device) -> W:
             failures[way.value] = error
     if not seconds:
         said = [f"{w}: {type(e).__name__}: {e}".strip() for w, e in failures.items()]
+        lines = "; ".join(text.splitlines()[0] for text in said)
         raise NotDifferentiableError(
-            "The model could not be differentiated. "
-            f"{'; '.join(text.splitlines()[0] for text in said)}. Options: another "
+            f"The model could not be differentiated. {lines}. Options: another "
             "feature_mode (forward, reverse, double_vjp) or row_mode (vmap, loop), "
             "freezing the layers with the unsupported operator "
             "(requires_grad_(False)), or subset_of_weights='last_layer'."

@@ -16,7 +16,7 @@ SHARE_OF_FREE = 0.7
 UNLIMITED = 2**62
 
 #: Rows of a sketch that survive a full buffer, as multiples of K: eigenvalues are then
-#: within a percent of exact ones, see examples/paper/results/benchmark/streaming.md.
+#: within a percent of exact ones (examples/paper/results/benchmark/streaming.md).
 SKETCH_FACTOR = 5
 
 #: Bytes per entry of a Gram matrix: it and its eigenvectors in float64, and as much
