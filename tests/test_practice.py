@@ -95,7 +95,7 @@ def test_predict_refuses():
 
 @pytest.mark.parametrize("noise", [0.4, torch.tensor([0.1, 0.5, 2.0])])
 def test_std_and_intervals(noise):
-    """Function and noise, each output with its own; the level is that of a Gaussian."""
+    """Function and noise, each output with its own; quantiles are a Gaussian's."""
     case = make(REGRESSION)
     case.kwargs = {"sigma_noise": noise}
     la = fit(case)
@@ -110,11 +110,6 @@ def test_std_and_intervals(noise):
     for level in (0.0, 1.0, 95, math.nan):
         with pytest.raises(ValueError, match="level must lie between 0 and 1"):
             la.interval(case.x_test, level)
-    drawn = la.functional_samples(case.x_test[:1], n_samples=20_000)
-    drawn = drawn + torch.as_tensor(noise) * torch.randn_like(drawn)
-    lower, upper = la.interval(case.x_test[:1], 0.8)
-    inside = ((drawn >= lower) & (drawn <= upper)).double().mean()
-    assert float(inside) == pytest.approx(0.8, abs=0.02)
 
 
 def test_std_of_pixels():
@@ -242,14 +237,14 @@ def test_typing_errors(subset, cls):
     with pytest.raises(ValueError, match=f'"nystrom"\\).*{cls}'):
         Laplace(model, "classification", subset, "ella")
     for structure in ("nystrom", name):
-        with pytest.raises(TypeError, match=f"^{cls} has no argument 'n_eigenvalue'"):
-            Laplace(model, "classification", subset, structure, n_eigenvalue=5)
-        with pytest.raises(TypeError, match=r"mean 'complement'\?"):
-            Laplace(model, "classification", subset, structure, complemnt="drop")
-        with pytest.raises(TypeError, match=f"^{cls}.*ComputeOptions\\(chunk_size="):
-            Laplace(model, "classification", subset, structure, chunk_size=5)
-        with pytest.raises(TypeError, match=r"It has .*'subsample_size'"):
-            Laplace(model, "classification", subset, structure, zzz=5)
+        for option, match in {
+            "n_eigenvalue": f"^{cls} has no argument 'n_eigenvalue'",
+            "complemnt": r"mean 'complement'\?",
+            "chunk_size": f"^{cls}.*ComputeOptions\\(chunk_size=",
+            "zzz": r"It has .*'subsample_size'",
+        }.items():
+            with pytest.raises(TypeError, match=match):
+                Laplace(model, "classification", subset, structure, **{option: 5})
         la = Laplace(model, "classification", subset, structure)
         with pytest.raises(AttributeError, match=f"This {cls} is not fitted"):
             la(torch.randn(2, 3))

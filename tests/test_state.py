@@ -48,6 +48,8 @@ def test_a_loaded_posterior_is_the_saved_one(cls, name, structure, tmp_path):
     la.optimize_prior_precision(n_steps=5, prior_structure=structure)
     if name == REGRESSION:
         la.sigma_noise = 0.9
+    else:
+        la.softmax_temperature, la.top_outputs = 2.3, 2
     loaded = cls(case.model, case.likelihood, seed=5, n_eigenvalues=3)
     loaded.load_state_dict(roundtrip(la, tmp_path, map_location="cpu"))
     assert described(loaded) == described(la)
