@@ -120,8 +120,8 @@ def test_mistakes_end_with_2_and_a_remedy(call, arguments, text):
 
 
 def test_exit_codes_of_failures_and_interrupts(call, monkeypatch):
-    code, out, _ = call("compare", "task:setup", "--methods", "full", "--quiet",
-                        "--memory-budget", "1 kB")  # fmt: skip
+    common = ("compare", "task:setup", "--quiet", "--methods")
+    code, out, _ = call(*common, "full", "--memory-budget", "1 kB")
     assert code == 1
     assert "skipped: needs" in out
 
@@ -129,7 +129,7 @@ def test_exit_codes_of_failures_and_interrupts(call, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("laplace_ella.comparison.run.fit_method", interrupted)
-    code, out, _ = call("compare", "task:setup", "--methods", "map", "--quiet")
+    code, out, _ = call(*common, "map")
     assert code == 130
     assert "interrupted" in out
 

@@ -142,8 +142,7 @@ def test_noise_of_a_regression_is_chosen_by_the_evidence(values):
     assert sorted(rows["full"].settings["chosen"]) == list(chosen)
     prior, noise = (torch.tensor(v).log().requires_grad_() for v in chosen.values())
     la.log_marginal_likelihood(prior.exp(), noise.exp()).backward()
-    assert abs(float(prior.grad)) < 0.05
-    assert abs(float(noise.grad)) < 0.05
+    assert max(abs(float(prior.grad)), abs(float(noise.grad))) < 0.05
     # The same model by another way, and another optimiser.
     for name, value in chosen.items():
         assert rows["exact"].settings[name] == pytest.approx(value, rel=0.02)
@@ -242,7 +241,6 @@ def test_links_share_the_fit_and_are_tuned_apart(classes, name):
     together = classes.compare([name], links=links)
     early = name == "ella-paper"
     assert all((r.settings["chosen"] == ["n_data"]) == early for r in together)
-    assert [r.link for r in together] == links
     assert len({r.metrics["nll"] for r in together}) == 3
     for link, row in zip(links, together, strict=True):
         (alone,) = classes.compare([name], links=[link])
@@ -448,15 +446,11 @@ class Augmented(Dataset):
 SLOPE = 1.0
 
 
-class Global(nn.Module):
+class Global(nn.Linear):
     """A model that computes with a number of its module."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(2, 3)
-
     def forward(self, x):
-        return SLOPE * self.inner(x)
+        return SLOPE * super().forward(x)
 
 
 def test_what_differs_is_computed_again(cached, classes, monkeypatch):
@@ -479,7 +473,7 @@ def test_what_differs_is_computed_again(cached, classes, monkeypatch):
     augmented = {"train_loader": DataLoader(Augmented(), 8, shuffle=True)}
     assert cached(**augmented)[0] == both
     assert cached(**augmented)[0] == []
-    model = Global()
+    model = Global(2, 3)
     for slope, expected in ((1.0, ["map"]), (1.0, []), (2.0, ["map"])):
         monkeypatch.setattr(sys.modules[__name__], "SLOPE", slope)
         assert cached(model=model, methods=["map"])[0] == expected

@@ -157,30 +157,26 @@ def test_gaussian_kl_by_hand():
 
 # --- bad values are refused ----------------------------------------------------------
 
-BAD_PROBS = {
-    "NaN": PROBS.clone().index_fill_(0, torch.tensor([1]), math.nan),
-    "logits": 10 * PROBS,
-    "negative": PROBS - 0.2,
-    "sums": PROBS / 2,
-}
+BAD_PROBS = (PROBS * math.nan, 10 * PROBS, PROBS - 0.2, PROBS / 2)
 NAMES = "accuracy nll nll_per_example ece brier reliability_curve"
 
 
 @pytest.mark.parametrize("name", [*NAMES.split(), "classification_metrics"])
 def test_bad_predictions_and_classes_are_refused(name):
     metric = getattr(metrics, name)
-    for probs in BAD_PROBS.values():
+    for probs in BAD_PROBS:
         with pytest.raises(ValueError, match=r"probs must be prob.*of 4 rows are not"):
             metric(probs, TARGETS)
     for wrong in (3, -1):
         with pytest.raises(ValueError, match=r"classes 0\.\.2.*got"):
             metric(PROBS, torch.tensor([0, 1, 1, wrong]))
-    with pytest.raises(ValueError, match=r"\(4, 3\) and \(3,\)"):
-        metric(PROBS, TARGETS[:3])
-    with pytest.raises(ValueError, match="integer targets"):
-        metric(PROBS, TARGETS.float())
-    with pytest.raises(ValueError, match="at least one"):
-        metric(PROBS[:0], TARGETS[:0])
+    for match, arguments in (
+        (r"\(4, 3\) and \(3,\)", (PROBS, TARGETS[:3])),
+        ("integer targets", (PROBS, TARGETS.float())),
+        ("at least one", (PROBS[:0], TARGETS[:0])),
+    ):
+        with pytest.raises(ValueError, match=match):
+            metric(*arguments)
 
 
 def test_bad_labels_and_scores_are_refused():
@@ -204,11 +200,14 @@ def test_bad_gaussians_are_refused():
         for metric in (metrics.gaussian_nll, metrics.regression_metrics):
             with pytest.raises(ValueError, match=f"{name} must be finite"):
                 metric(*values)
-    with pytest.raises(ValueError, match="variance must be positive, got 0"):
-        metrics.gaussian_nll(zero, zero, zero)
-    with pytest.raises(ValueError, match="2 of 2 covariances are not positive"):
-        metrics.gaussian_nll(zero, -one.unsqueeze(-1), zero)
-    with pytest.raises(ValueError, match=r"covariance \(N, C, C\)"):
-        metrics.gaussian_nll(zero, torch.ones(2), zero)
-    with pytest.raises(ValueError, match=r"covariance \(N, C, C\), got .*\(1,\)"):
+    shapes = r"covariance \(N, C, C\), got .*\("
+    for match, arguments in (
+        ("variance must be positive, got 0", (zero, zero, zero)),
+        ("2 of 2 covariances are not positive", (zero, -one.unsqueeze(-1), zero)),
+        (shapes + r"2,\)", (zero, torch.ones(2), zero)),
+        (shapes + r"2, 1, 2\)", (zero, torch.ones(2, 1, 2), zero)),
+    ):
+        with pytest.raises(ValueError, match=match):
+            metrics.gaussian_nll(*arguments)
+    with pytest.raises(ValueError, match=shapes + r"1,\)"):
         metrics.gaussian_kl(*([one[0]] * 4))

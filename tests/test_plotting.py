@@ -64,9 +64,8 @@ def test_regression_bands(ax):
     )
     assert back is ax
     assert ax.get_title() == "ELLA"
-    np.testing.assert_allclose(line(ax, "mean").get_ydata(), mean, atol=1e-6)
-    np.testing.assert_allclose(line(ax, "truth").get_ydata(), x, atol=1e-6)
-    np.testing.assert_allclose(line(ax, "training data").get_ydata(), [1.0])
+    for label, expected in (("mean", mean), ("truth", x), ("training data", [1.0])):
+        np.testing.assert_allclose(line(ax, label).get_ydata(), expected, atol=1e-6)
     outer, inner = ax.collections
     assert (outer.get_label(), inner.get_label()) == ("± 2 std", "± 1 std")
     for band, width in ((outer, 2.0), (inner, 1.0)):
@@ -119,8 +118,7 @@ def test_cost_against_quality(ax):
 
 def test_lines_differ_without_colour():
     styles = [plotting.line_style(i) for i in range(12)]
-    looks = {(str(s["linestyle"]), s["marker"]) for s in styles}
-    assert len(looks) == 12
+    assert len({(str(s["linestyle"]), s["marker"]) for s in styles}) == 12
     # Neighbours differ in lightness or dash, so grey is enough.
     dashes = [str(s["linestyle"]) for s in styles]
     assert all(a != b for a, b in pairwise(dashes))

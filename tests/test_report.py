@@ -50,9 +50,8 @@ def test_numbers_and_directions():
     numbers += [("nll", None, "–"), ("nll", math.nan, "–")]
     for column, value, text in numbers:
         assert number(column, value) == text
-    assert not Difference(0.1, 0.2).is_clear
-    assert Difference(0.3, 0.2).is_clear
-    assert Difference(0.1, None).is_clear
+    clear = [Difference(*d).is_clear for d in ((0.1, 0.2), (0.3, 0.2), (0.1, None))]
+    assert clear == [False, True, True]
 
 
 def test_rows_are_marked_within_their_group(report):
