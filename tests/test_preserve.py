@@ -222,7 +222,6 @@ def test_scripted_submodules(how):
 )
 def test_interruptions(call, times):
     """At any moment; nothing is lost, and afterwards everything works."""
-
     armed = False
 
     def interrupt(*_):

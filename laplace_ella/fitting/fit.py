@@ -111,8 +111,9 @@ def add_up(
             return False
         return schedule.waited(done.history) >= schedule.patience
 
-    points, size = iter(()), 1 if processes is None else processes.size
+    points: Iterator[int] = iter(())  # in numbers of this process
     if schedule is not None:
+        size = 1 if processes is None else processes.size
         points = (-(-n // size) for n in schedule.checkpoints())
     for f, psi, y, running, due in _roots(plan, parts, generator, seen, points):
         finite.append(torch.isfinite(f).all() & torch.isfinite(psi).all())
