@@ -16,7 +16,7 @@ from torch import nn
 from laplace_ella.errors import NumericalWarning, warn_caller
 from laplace_ella.fitting.data import loader_batches
 from laplace_ella.posterior.likelihood import observed, target_rows
-from laplace_ella.posterior.observation import N_SAMPLES, FunctionValues, Link
+from laplace_ella.posterior.observation import N_SAMPLES, Link
 from laplace_ella.predictions import PredictingLaplace
 from laplace_ella.support.checks import check_positive, member, positive_int
 from laplace_ella.support.memory import human_bytes
@@ -30,6 +30,7 @@ from laplace_ella.tuning.leave_one_out import (
     PriorMethod,
     choose_prior,
     predict_left_out,
+    scaled_probabilities,
 )
 from laplace_ella.tuning.validation import (
     Loss,
@@ -315,15 +316,10 @@ class PriorTuning(PredictingLaplace):
                 "optimize_calibration(val_loader)."
             )
         posterior = self._posterior_with(prior) if prior.numel() > 1 else None
-        observation = self._observation
-
-        def probabilities(values: FunctionValues, tau: float) -> torch.Tensor:
-            scaled = replace(observation, softmax_temperature=tau)
-            generator = self._fresh_generator()
-            return scaled.probabilities(values, link, n_samples, generator=generator)
-
-        how = torch.as_tensor(self._prior_mean), observation, probabilities, posterior
-        return LinearModel.of(fit, rows, *how)
+        observation, generator = self._observation, self._fresh_generator
+        how = partial(scaled_probabilities, observation, link, n_samples, generator)
+        mean = torch.as_tensor(self._prior_mean)
+        return LinearModel.of(fit, rows, mean, observation, how, posterior)
 
     def _choose_left_out(
         self, method: PriorMethod, start: float, *judged_by: Any

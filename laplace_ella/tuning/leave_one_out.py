@@ -32,7 +32,7 @@ from scipy.optimize import minimize, minimize_scalar
 from laplace_ella.errors import NumericalWarning, warn_caller
 from laplace_ella.posterior import likelihood
 from laplace_ella.posterior.fit import Fit, TrainingRows
-from laplace_ella.posterior.observation import FunctionValues, ObservationModel
+from laplace_ella.posterior.observation import FunctionValues, Link, ObservationModel
 from laplace_ella.posterior.posterior import SubspacePosterior
 from laplace_ella.support.batches import Positions
 
@@ -357,6 +357,20 @@ def best_temperature(
     if at_low <= found.fun:
         return within[0], at_low
     return math.exp(found.x), float(found.fun)
+
+
+def scaled_probabilities(
+    observation: ObservationModel,
+    link: Link,
+    n_samples: int,
+    fresh_generator: Callable[[], torch.Generator | None],
+    values: FunctionValues,
+    tau: float,
+) -> torch.Tensor:
+    """Return probabilities of Gaussian outputs for a softmax temperature, every time
+    by the same random numbers."""
+    observation, how = replace(observation, softmax_temperature=tau), (link, n_samples)
+    return observation.probabilities(values, *how, generator=fresh_generator())
 
 
 def link_loss(model: LinearModel, values: FunctionValues, tau: float = 1.0) -> float:
