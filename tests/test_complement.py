@@ -117,8 +117,7 @@ def test_evidence_of_few_directions_is_that_of_all(name):
 
 def test_near_exact_from_a_quarter_of_the_gradients():
     """K = 10 of M = 100 gradients of 400: noise and prior within 20 % of the exact
-    ones, intervals at new inputs within a factor of 1.6 on the geometric mean, where
-    dropping the complement and the prior are off by five and more."""
+    ones, intervals within a factor of 1.6, where 'drop' and 'prior' are off by five."""
     model, loader, _ = trained()
     new = torch.randn(200, 4).double()
     exact = fitted(model, loader, n_eigenvalues="exact")

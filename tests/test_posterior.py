@@ -48,10 +48,8 @@ def posterior_of(case, prior, complement):
 @structures
 @pytest.mark.parametrize("complement", ["drop", "prior"])
 def test_densities_and_samples_without_chance(case, structure, complement):
-    """REBUILD defect 3: precision, covariance and scale are those of z = Vᵀ(θ − θ̂).
-
-    Samples are linear in their noise, θ − θ̂ = Aᵀε with AᵀA = Σ; the quadratic form and
-    the determinants are those of Σ⁻¹, for every rank."""
+    """Precision, covariance and scale are of z = Vᵀ(θ − θ̂), for every prior; samples
+    are θ − θ̂ = Aᵀε with AᵀA = Σ; quadratic form and determinants are those of Σ⁻¹."""
     prior = priors(case)[structure]
     posterior, expected = posterior_of(case, prior, complement)
     V = posterior.basis.vectors

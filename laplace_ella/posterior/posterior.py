@@ -356,10 +356,8 @@ class SubspacePosterior:
         """One precision for all directions outside the basis, for a scalar prior."""
         if self._matched is not None:
             return self._matched.single
-        prior = self.prior.double().reshape(())
-        if isinstance(self.complement, Complement):
-            return prior
-        return torch.full_like(prior, self.complement)
+        prior, asked = self.prior.double().reshape(()), self.complement
+        return prior if isinstance(asked, Complement) else torch.full_like(prior, asked)
 
     def function_values(
         self,

@@ -16,10 +16,9 @@ from laplace_ella.posterior.basis import NystromBasis, RowBuffer, nystrom_basis
 from laplace_ella.support.batches import chunks, has_values
 from laplace_ella.support.preserve import full_precision
 
-#: Up to so many parameters per row all are kept, beyond them this many groups per row.
-#: With fewer groups per row the estimate scatters more, with groups of two or three
-#: parameters it is biased. Measured norms: 5 to 15 % too large on most networks, up to
-#: 30 % too small on one, with a scatter of 5 to 10 %.
+#: Up to so many parameters per row all are kept, beyond them this many groups per row:
+#: fewer scatter more, groups of two or three parameters are biased. Measured norms: 5
+#: to 15 % too large on most networks, 30 % too small on one, scattered by 5 to 10 %.
 ALL_PER_ROW, GROUPS_PER_ROW = 4, 3
 
 #: Share of the data's gradients that have no more outside the span than `largest`.
