@@ -202,11 +202,8 @@ class Mode:
 
 
 def find_mode(model: LinearModel, precision: float, start: Mode) -> Mode:
-    """Return the mode for a prior precision δ.
-
-    L-BFGS begins with the curvature of the start; where that is far from the curvature
-    on the way, it is computed anew.
-    """
+    """Return the mode for a prior precision δ, by L-BFGS with the curvature of the
+    start; where that is far from the curvature on the way, it is computed anew."""
     error, scale = math.inf, 1.0
     for _ in range(4):
         z = _descend(model, replace(start, precision=precision))
@@ -367,8 +364,7 @@ def scaled_probabilities(
     values: FunctionValues,
     tau: float,
 ) -> torch.Tensor:
-    """Return probabilities of Gaussian outputs for a softmax temperature, every time
-    by the same random numbers."""
+    """Return probabilities of Gaussian outputs for τ, always by the same numbers."""
     observation, how = replace(observation, softmax_temperature=tau), (link, n_samples)
     return observation.probabilities(values, *how, generator=fresh_generator())
 
