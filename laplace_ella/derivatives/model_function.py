@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from laplace_ella.support.batches import map_tensors, tensors_of
+from laplace_ella.support.batches import cast, map_tensors, tensors_of
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -91,7 +91,9 @@ class ModelFunction:
         """Return the current values, detached; they share the model's memory unless
         they are converted to another dtype."""
         named = dict(self.model.named_parameters())
-        return tuple([self._cast(named[name].detach()) for name in self.names])
+        return tuple(
+            [cast(named[name].detach(), self.asked_dtype) for name in self.names]
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,14 +126,15 @@ class ModelFunction:
         own."""
         # Copies, made inside any transform: a forward pass may count in place. The
         # inputs are copied always: they are small beside the activations.
-        copy = partial(self._cast, copy=True)
+        copy = partial(cast, dtype=self.asked_dtype, copy=True)
         x = map_tensors(copy, x)
         kwargs = map_tensors(copy, kwargs) if kwargs else {}
         given = dict(zip(self.names, params, strict=True))
         # Parameters first: a buffer of a module may be the parameter of another.
         values: dict[int, torch.Tensor] = {}
         for name, p in self.model.named_parameters():
-            values[id(p)] = given[name] if name in given else self._cast(p.detach())
+            known = name in given
+            values[id(p)] = given[name] if known else cast(p.detach(), self.asked_dtype)
         # Modules may share tensors and occur in several places: by `tie_weights` a
         # module that occurs twice would lose its parameters, so that every name of a
         # tensor is given.
@@ -161,10 +164,6 @@ class ModelFunction:
             f = self([p.requires_grad_() for p in self.parameters()], x)
         sizes = [f.nbytes if isinstance(f, torch.Tensor) else 1, *kept.values()]
         return f, max(sizes), sum(sizes)
-
-    def _cast(self, tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
-        dtype = self.asked_dtype if tensor.is_floating_point() else None
-        return tensor.to(dtype or tensor.dtype, copy=copy)
 
 
 def _place(tensor: torch.Tensor) -> int:

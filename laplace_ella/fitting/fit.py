@@ -165,7 +165,8 @@ def _keeping(
             tensors = (t.unflatten(0, (-1, here.n_positions)) for t in (f, of, y))
             kept.append(TrainingRows(*tensors))
             if sum(rows.phi.nbytes for rows in kept) > limit:
-                keeps = kept.clear()
+                keeps = False
+                kept.clear()
         yield part
 
 

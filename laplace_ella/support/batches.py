@@ -85,6 +85,15 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any
     return x
 
 
+def cast(
+    tensor: torch.Tensor, dtype: torch.dtype | None, copy: bool = False
+) -> torch.Tensor:
+    """Return the tensor in another dtype, if that is given and it holds floating-point
+    numbers."""
+    wanted = dtype if tensor.is_floating_point() else None
+    return tensor.to(wanted or tensor.dtype, copy=copy)
+
+
 def to_device(x: Any, device: torch.device) -> Any:
     """Move every tensor of `x` to `device`; containers are copied, not changed."""
     # Tensors made in inference mode cannot be saved for a backward pass.
