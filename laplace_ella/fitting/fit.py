@@ -157,14 +157,16 @@ def _keeping(
 ) -> Iterator[Part]:
     """Yield the parts of a classifier's data, whose features are added to what is kept
     until they take too much memory."""
-    limit = min(KEPT_BYTES, int(KEPT_SHARE * plan.budget))
+    room = min(KEPT_BYTES, int(KEPT_SHARE * plan.budget))
+    room -= sum(rows.phi.nbytes for rows in kept)
     keeps = not plan.observation.family.is_regression
     for part in parts:
         f, of, y, here, _ = part
         if keeps and isinstance(of, torch.Tensor):
             tensors = (t.unflatten(0, (-1, here.n_positions)) for t in (f, of, y))
             kept.append(TrainingRows(*tensors))
-            if sum(rows.phi.nbytes for rows in kept) > limit:
+            room -= of.nbytes
+            if room < 0:
                 keeps = False
                 kept.clear()
         yield part
