@@ -1,5 +1,6 @@
-"""Names of `hessian_structure` that stand for settings: laplace-torch's
-`marglik_training`, and wrappers of other libraries, pass no others to a posterior."""
+"""Register names of `hessian_structure` that stand for settings of a posterior.
+
+laplace-torch's `marglik_training`, and wrappers of other libraries, pass no others."""
 
 from __future__ import annotations
 

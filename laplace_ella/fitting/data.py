@@ -1,4 +1,4 @@
-"""The way to the data: the batches of a loader, and which gradients make the basis.
+"""Read loaders, count their examples, and draw the pairs whose gradients are taken.
 
 What a loader yields is what is fitted. Examples are known by their position in it, for
 every kind of loader; data sets are never indexed, and samplers never guessed about.

@@ -1,4 +1,4 @@
-"""Second half of a fit: add up the curvature, all or to the best validation loss."""
+"""Second half of a fit: add up the curvature, and keep the features of classifiers."""
 
 from __future__ import annotations
 

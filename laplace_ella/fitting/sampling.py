@@ -1,5 +1,4 @@
-"""First half of a fit: what it will do and in what memory, and the sampled gradients
-with the directions of the basis."""
+"""First half of a fit: its plan, its memory, the sampled gradients and the basis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Fit`, the frozen value that a fit returns, and the sums over data in it."""
+"""`Fit`, the frozen value that a fit returns, with sums and features of the data."""
 
 from __future__ import annotations
 

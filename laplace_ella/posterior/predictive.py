@@ -1,5 +1,6 @@
-"""Predictions of a posterior at new inputs, part by part within the memory budget; only
-what is asked for jointly over all inputs is computed at once."""
+"""Predictions of a posterior at new inputs, in parts that fit in the memory budget.
+
+Only what is asked for jointly over all inputs is computed at once."""
 
 from __future__ import annotations
 

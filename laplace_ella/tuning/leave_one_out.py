@@ -1,4 +1,4 @@
-"""Prior precision and softmax temperature of classifiers, from the training data alone.
+"""Leave-one-out, and by it prior precision and softmax temperature of classifiers.
 
 Linearised Laplace is exact Bayesian inference in the linear model f = f̂ + φz with the
 prior z ~ N(−d, δ⁻¹), where f̂ are the outputs of the network, z = Vᵀ(θ − θ̂) and
