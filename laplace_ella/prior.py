@@ -281,6 +281,8 @@ class PriorTuning(PredictingLaplace):
         if self.curvature.value != "ggn":
             return "takes the GGN as curvature, got the empirical Fisher"
         rows = fit.training
+        if rows is None and self.stochastic:
+            return "takes features, and stochastic=True computes none"
         if rows is None or (self._family.is_regression and not fit.spans_all):
             return (
                 "takes the features of the training data, which a fit keeps where "
