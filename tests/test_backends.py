@@ -149,9 +149,6 @@ def test_nan_does_not_pass():
         fit(case, backend=AsdlGGN)
 
 
-# --- what is refused, and what is reported --------------------------------------------
-
-
 class Unknown(CurvatureInterface):
     """A backend that ELLA has never heard of."""
 

@@ -152,9 +152,6 @@ def test_the_trace_of_very_small_and_large_gradients(scale):
     assert float(basis.explained[-1]) == pytest.approx(1.0)
 
 
-# A summary of the rows
-
-
 def test_streamed_basis_is_close_to_the_exact_one():
     """Eigenvalues within 1 %, directions within 5°, the very trace."""
     J = rows_of_decay(400, 300, 3.0, 0)
@@ -216,9 +213,6 @@ def test_a_fit_streams_where_memory_is_short():
     assert_close(summary.eigenvalues, basis.eigenvalues, rtol=1e-4)
 
 
-# The spectrum of a sample
-
-
 def rows_of_decay(n, p, decay, seed):
     """Rows of a distribution whose second moment has eigenvalues i^-decay."""
     scales = torch.arange(1, p + 1).double() ** (-decay / 2)
@@ -265,9 +259,6 @@ def test_spectrum_is_smooth_and_consistent():
         assert_close(almost.log_det(ridge), exact, rtol=0.05)
         # As many sampled rows as there are may be other rows.
         assert Spectrum(values, 80, 80, 300).log_det(ridge) != exact
-
-
-# The span of a sample
 
 
 def norms(span, rows):

@@ -24,8 +24,6 @@ from tests.fitting import fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.errors.BorderWarning")
 
-# --- temperature scaling -------------------------------------------------------------
-
 
 @pytest.fixture(scope="module")
 def overconfident():
@@ -114,9 +112,6 @@ def test_mistakes_say_what_came(logits, targets, multi_label, match):
         temperature_scaling(logits, targets, multi_label=multi_label)
 
 
-# --- the rule ------------------------------------------------------------------------
-
-
 def test_standard_errors():
     """Of paired differences, with the example unseen as one more of them."""
     losses = torch.tensor([[0.1, 0.2, 0.4], [0.2, 0.1, 0.9]])
@@ -135,9 +130,6 @@ def test_the_rule():
     assert choose(losses, unseen, keys, at_most=0.1) == int(losses.mean(1).argmin())
     with pytest.raises(ValueError, match="infinite for all 5 settings"):
         choose(losses * math.nan, unseen, keys)
-
-
-# --- all settings --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +246,6 @@ def test_last_layer_and_loaders(digits):
 
 
 def test_labels():
-    """Multi-label targets, by the sigmoid."""
     model, x = mlp(3, 8, 2), torch.randn(300, 3)
     f = model(x).detach()
     y = torch.bernoulli((f / 3).sigmoid())
@@ -304,9 +295,6 @@ def test_precision_outside_the_basis_is_chosen_too(digits):
     assert chosen.loss <= chosen.scaling_loss * (1 + 1e-5)
     again = la.optimize_calibration(val, "probit_centered")  # a number is chosen anew
     assert again.complement == pytest.approx(chosen.complement, rel=1e-3)
-
-
-# --- what validation data cannot tell ------------------------------------------------
 
 
 def of_class(cache, n, right):

@@ -40,9 +40,6 @@ def fitted(name="classification_mlp", cls=ELLALaplace, **kwargs):
     return case, la, reference
 
 
-# From tensors
-
-
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("C", [1, 2, 7])
 @pytest.mark.parametrize("link", CLOSED)
@@ -135,9 +132,6 @@ def test_float32_and_extreme_logits_are_finite(link):
     p = class_probabilities(f, link, 50)
     assert torch.isfinite(p).all()
     assert_close(p.sum(-1), torch.ones(5), rtol=1e-5)
-
-
-# Of fits
 
 
 @pytest.mark.parametrize("complement", ["drop", "prior"])

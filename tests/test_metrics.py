@@ -155,8 +155,6 @@ def test_gaussian_kl_by_hand():
     assert metrics.gaussian_kl(mean, covariance, mean, covariance) == pytest.approx(0)
 
 
-# --- bad values are refused ----------------------------------------------------------
-
 BAD_PROBS = (PROBS * math.nan, 10 * PROBS, PROBS - 0.2, PROBS / 2)
 NAMES = "accuracy nll nll_per_example ece brier reliability_curve"
 

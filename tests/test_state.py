@@ -42,7 +42,6 @@ def described(la):
 @both
 @pytest.mark.parametrize("structure", ["scalar", "layerwise"])
 def test_a_loaded_posterior_is_the_saved_one(cls, name, structure, tmp_path):
-    """It predicts, samples, scores and goes on exactly as the saved one does."""
     case, g = make(name), torch.Generator()
     la = fit(case, cls, temperature=1.3, prior_mean=0.2, complement="prior")
     la.optimize_prior_precision(n_steps=5, prior_structure=structure)
@@ -124,7 +123,6 @@ REFUSED = {
 @flavours
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_where_it_does_not_belong(cls, kind):
-    """The message says what differs, and the object is what it was."""
     case = make(REGRESSION)
     state = fit(case, cls).state_dict()
     other, match = REFUSED[kind]
@@ -135,8 +133,6 @@ def test_refused_where_it_does_not_belong(cls, kind):
 
 
 def test_refused_for_other_parameters_and_classes():
-    """Other frozen parameters, and posteriors of laplace-torch; nor does that take
-    ours."""
     case = make(REGRESSION)
     state = fit(case).state_dict()
     full = Laplace(case.model, "regression", "all", "full")
@@ -191,13 +187,9 @@ def test_last_layer_name():
         other.load_state_dict(la.state_dict())
 
 
-# --- copies, and models that change ------------------------------------------------
-
-
 @flavours
 @pytest.mark.parametrize("complement", ["drop", "prior"])
 def test_copies_of_a_fitted_object(cls, complement, tmp_path):
-    """Deep copies and pickles predict the same, with a model of their own."""
     case = make(CLASSIFICATION)
     la = fit(case, cls, complement=complement, prior_precision=priors(case)["scalar"])
     la.sample(2)
@@ -234,7 +226,6 @@ def test_a_model_that_changes_its_dtype_after_the_fit(cls, complement):
 
 @flavours
 def test_settings_from_numpy(cls):
-    """Scalars and arrays of numpy are numbers and tensors, and survive."""
     case = make(REGRESSION)
     for value in (np.float32(2), np.int64(2), np.array(2.0), 2 * np.ones(1)):
         names = ("prior_precision", "temperature", "sigma_noise", "prior_mean")

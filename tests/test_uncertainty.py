@@ -138,9 +138,6 @@ def test_draws_graphs_and_errors():
         decompose(build(case), x)
 
 
-# --- diagnostics -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("structure", ["scalar", "diag"])
 @pytest.mark.parametrize("name", ["regression_3", "classification_mlp"])
 def test_diagnose(name, structure):
