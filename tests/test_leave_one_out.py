@@ -21,8 +21,6 @@ from tests import dense
 from tests.cases import Case, make, mlp, priors
 from tests.fitting import assert_close, fit
 
-# --- the reference -------------------------------------------------------------------
-
 
 class LinearModel:
     """f̂ + J(θ − θ̂) with θ ~ N(μ₀, D⁻¹): f (N, S, C), J (N, S, C, P), y (N, S, ...)."""
@@ -98,9 +96,6 @@ def exact(case, cls=ELLALaplace, **kwargs):
     return la
 
 
-# --- leaving out ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prior", ["scalar", "layerwise", "diag"])
 @pytest.mark.parametrize("name", ["regression_1", "regression_3"])
 def test_regression_is_refitting(name, prior):
@@ -156,10 +151,9 @@ def test_few_directions_are_a_linear_model_of_their_own():
     assert_close(halves.leave_one_out().nll, la.leave_one_out().nll)
     la.truncate(4)
     f, J = dense.jacobians(case.model, case.x, case.params)
-    theta = torch.cat([p.detach().flatten() for p in case.params])
     V, f = la.basis.vectors, f.unsqueeze(1)
     J, D = (J @ V).unsqueeze(1), torch.full((4,), 0.7, dtype=V.dtype)
-    given = case.y.unsqueeze(1), case.likelihood, V.T @ (theta - 0.1), D
+    given = case.y.unsqueeze(1), case.likelihood, V.T @ (flat(case.params) - 0.1), D
     linear, found = LinearModel(f, J, *given), la.leave_one_out()
     mode = linear.mode()
     for i in range(len(case.x)):
@@ -216,9 +210,6 @@ def test_examples_of_many_positions_are_left_out_as_a_whole():
         assert_close(found.nll[i], nll, rtol=1e-5, atol=1e-6)
     choice = la.optimize_prior_precision()
     assert choice.prior_precision == pytest.approx(float(la.prior_precision))
-
-
-# --- the choice ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -417,9 +408,6 @@ def test_labels_and_last_layer(blobs):
     assert last.n_params == 16 * 3 + 3
     assert nll(last, blobs) < network_nll(blobs)
     assert choice.H.shape == last.H.shape
-
-
-# --- as for any prior ----------------------------------------------------------------
 
 
 def test_state_and_further_data(blobs):

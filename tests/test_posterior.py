@@ -42,9 +42,6 @@ def posterior_of(case, prior, complement):
     return posterior, reference(case, la)
 
 
-# The value itself
-
-
 @structures
 @pytest.mark.parametrize("complement", ["drop", "prior"])
 def test_densities_and_samples_without_chance(case, structure, complement):
@@ -86,7 +83,6 @@ def test_densities_and_samples_without_chance(case, structure, complement):
 @structures
 @pytest.mark.parametrize("complement", ["drop", "prior"])
 def test_log_determinants_are_differentiable(case, structure, complement):
-    """In all structures of the prior and twice, as the dense ones are."""
     prior = priors(case)[structure].requires_grad_()
     posterior, expected = posterior_of(case, prior, complement)
     D, V, f = expected.prior(prior), expected.V, expected.factor
@@ -162,9 +158,6 @@ def test_indefinite_curvature_is_an_error_or_a_warning(case):
         _ = posterior.with_(H=-10 * posterior.H).scale
 
 
-# Fits, evidence and predictions
-
-
 @pytest.mark.parametrize("subsample_size", [7, 10**6])
 def test_curvature(case, subsample_size):
     """H = Σ φᵀΛφ in float64; loss, n_data, n_outputs and mean as Laplace sets them."""
@@ -219,7 +212,6 @@ def test_posterior_and_evidence_of_a_fit(case, structure):
 @structures
 @pytest.mark.parametrize("complement", ["drop", "prior"])
 def test_functional_covariance(case, structure, complement):
-    """Marginal and joint covariances of given Jacobians and of inputs."""
     prior = priors(case)[structure]
     la = fit(case, prior_precision=prior, complement=complement, temperature=0.8)
     expected = reference(case, la)
@@ -327,22 +319,25 @@ def test_equation_21(name):
 
 
 @structures
+@pytest.mark.parametrize("temperature", [0.2, 7.5])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", ["regression_3", "classification_mlp"])
-def test_full_rank_equals_full_laplace(name, exact, structure):
-    """Variance, evidence, determinants and densities of laplace-torch's own class."""
+def test_full_rank_equals_full_laplace(name, exact, temperature, structure):
     case = make(name)
     prior = priors(case)[structure]
     case.x = 2 * torch.randn(40, 3).double()  # N·C well above P
     f = case.model(case.x).detach()
     case.y = f + 0.1 if case.likelihood == "regression" else f.argmax(1)
     mean = torch.linspace(-0.5, 0.5, case.n_params).double()
-    options = {"prior_precision": prior, "prior_mean": mean, "temperature": 1.3}
+    options = {"prior_precision": prior, "prior_mean": mean}
     how = {"n_eigenvalues": "exact", "complement": "prior"}
     ours = fit(case, **options, **(how if exact else {"n_eigenvalues": case.n_params}))
-    options |= case.kwargs | {"backend": BackPackGGN}
+    ours(case.x_test)  # with a posterior that must not be used again
+    ours.temperature = temperature
+    options |= case.kwargs | {"backend": BackPackGGN, "temperature": temperature}
     full = FullLaplace(case.model, case.likelihood, **options)
     full.fit(case.loader(10))
+    assert ours.effective_n_data == pytest.approx(40 / temperature)
     Js = dense.jacobians(case.model, case.x_test)[1]
     close = {"rtol": 1e-6, "atol": 1e-8}
     for name in ("functional_variance", "functional_covariance"):
@@ -357,9 +352,6 @@ def test_full_rank_equals_full_laplace(name, exact, structure):
     assert_close(ours.log_prob(value), full.log_prob(value))
     assert_close(ours.log_marginal_likelihood(), full.log_marginal_likelihood())
     assert_close(ours.log_det_posterior_precision, full.log_det_posterior_precision)
-
-
-# Likelihoods
 
 
 LOGITS = {
@@ -422,9 +414,6 @@ def test_one_sample_is_enough_for_a_confident_network():
     labels = torch.nn.functional.one_hot(labels[:, 0], 3).double()
     ours = error(sample_cotangents(f, Family.CATEGORICAL, 1, generator))
     assert ours < min(0.3, error((labels - p).unsqueeze(-1)) / 2)
-
-
-# NaN stays where it is
 
 
 def test_roots_of_matrices_with_nan():
