@@ -99,7 +99,6 @@ def test_fit(name, cls, device):
 @pytest.mark.parametrize("mode", ["forward", "reverse", "double_vjp"])
 @pytest.mark.parametrize("backprop", [False, True])
 def test_modes(mode, backprop, device):
-    """Every way of differentiating, with and without a graph."""
     host = make("regression_3")
     compute = ComputeOptions(mode)
     expected = fit(host, compute=compute)(host.x_test)
@@ -156,7 +155,6 @@ def test_generator(cls, device):
 @pytest.mark.parametrize("structure", ["scalar", "layerwise", "diag"])
 @pytest.mark.parametrize("name", ["regression_3", "classification_mlp"])
 def test_marglik(name, structure, device):
-    """Tuning by the evidence, in every prior structure; priors given on the host."""
     host = make(name)
     expected = fit(host)
     options = {"prior_structure": structure, "n_steps": 5}
@@ -181,7 +179,6 @@ def test_marglik(name, structure, device):
     ],
 )
 def test_gridsearch(link, device):
-    """Grid search with a host loader, for every link."""
     host = make("classification_mlp")
     options = {"method": "gridsearch", "grid_size": 3, "n_samples": 3, **link}
     with device.context():
@@ -206,7 +203,6 @@ def test_further_fits(options, device):
 
 @flavours
 def test_checkpoints_move(cls, device):
-    """A checkpoint of one device loads on the other, with the same predictions."""
     host = make("regression_3")
     on_host = fit(host, cls)
     expected = on_host(host.x_test)
@@ -224,7 +220,6 @@ def test_checkpoints_move(cls, device):
 
 
 def test_reward_modeling(device):
-    """Preferences: fitted on pairs, asked for single inputs."""
     torch.manual_seed(3)
     model = RewardModel(mlp(3, 4, 1)).double()
     case = make("classification_mlp")
@@ -255,7 +250,6 @@ OBSERVED = {
 
 @pytest.mark.parametrize("name", OBSERVED)
 def test_targets_of_every_kind(name, device):
-    """Positions, labels, noises, named parameters: data and noise from the host."""
     torch.manual_seed(4)
     likelihood, kwargs = OBSERVED[name]
     host = make("classification_mlp")
@@ -299,7 +293,6 @@ def test_targets_of_every_kind(name, device):
 
 
 def test_the_fake_device_is_strict():
-    """The fake device refuses what a GPU refuses, and differentiates."""
     with FakeCuda():
         a = torch.eye(3, device="cuda", requires_grad=True)
         assert a.device.type == "cuda"

@@ -84,7 +84,6 @@ def test_code_runs(page, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("page", SITE, ids=name)
 def test_commands_are_understood(page):
-    """Every `laplace-ella` line of a page parses."""
     shells = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
     for line in "".join(shells).splitlines():
         program, *arguments = shlex.split(line, comments=True) or [""]
@@ -94,7 +93,6 @@ def test_commands_are_understood(page):
 
 @pytest.mark.parametrize("page", [*SITE, ROOT / "CHANGELOG.md", *RESULTS], ids=name)
 def test_links_exist(page):
-    """Relative links lead to files."""
     links = re.findall(r"\]\((?!http|#)([^)#\s]+)[^)]*\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
 

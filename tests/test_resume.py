@@ -53,8 +53,8 @@ class Stream(IterableDataset):
         return ((x[i], y[i]) for i in torch.randperm(N).tolist())
 
 
-def regression():
-    la = posterior()
+def regression(**settings):
+    la = posterior(**settings)
     return la, lambda **kw: la.fit(loader(shuffle=True), **kw)
 
 
@@ -71,11 +71,6 @@ def stream():
     return la, lambda **kw: la.fit(DataLoader(Stream(), 5), max_data=21, **kw)
 
 
-def exact():
-    la = posterior(n_eigenvalues="exact")
-    return la, lambda **kw: la.fit(loader(shuffle=True), **kw)
-
-
 def more_data():
     la = posterior()
     la.fit(loader())
@@ -83,7 +78,8 @@ def more_data():
     return la, lambda **kw: la.fit(DataLoader(data, 4), override=False, **kw)
 
 
-CASES = {f.__name__: f for f in (regression, stopping, stream, exact, more_data)}
+CASES = {f.__name__: f for f in (regression, stopping, stream, more_data)}
+CASES["exact"] = lambda: regression(n_eigenvalues="exact")
 
 
 def die_at(la, trap, n):
