@@ -26,8 +26,6 @@ def loader(x, y, batch_size=4):
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
-# --- arguments ---------------------------------------------------------------------
-
 ARGUMENTS = [
     *(
         ({name: value}, rf"{name}.*positive.*{value}")
@@ -54,7 +52,6 @@ ARGUMENTS = [
 @flavours
 @pytest.mark.parametrize(("options", "match"), ARGUMENTS, ids=str)
 def test_arguments_of_the_constructor(cls, options, match):
-    """Refused when the object is built, by name and value."""
     with pytest.raises((ValueError, TypeError), match=f"(?s){match}"):
         cls(mlp(3, 4, 2), "classification", **options)
 
@@ -116,18 +113,14 @@ def test_one_bad_entry_of_a_prior():
 CALLS = {
     "noise steps": (lambda la: la.optimize_sigma_noise(n_steps=0), "n_steps.*0"),
     "noise lr": (lambda la: la.optimize_sigma_noise(lr=0), "lr.*0"),
-    "prior steps": (lambda la: la.optimize_prior_precision(n_steps=0), "n_steps.*0"),
-    "prior lr": (lambda la: la.optimize_prior_precision(lr=NAN), "lr.*nan"),
-    "init": (lambda la: la.optimize_prior_precision(init_prior_prec=-1), "init.*-1"),
-    "no data": (lambda la: la.optimize_prior_precision(method="gridsearch"), "val_loa"),
-    "method": (lambda la: la.optimize_prior_precision(method="best"), "method.*best"),
     "every": (lambda la: EarlyStopping(every=10.5), "every.*10.5"),
     "link": (lambda la: EarlyStopping(link_approx="best"), "link_approx.*best"),
-    "share": (lambda la: la.optimize_rank(share=1.5), "share.*1.5"),
     "truncate": (lambda la: la.truncate(0), "rank.*0"),
     "truncate more": (lambda la: la.truncate(99), r"rank=99 exceeds.*n_eigenvalues=99"),
     "jacobians": (lambda la: la.functional_variance(torch.ones(2, 3, 5)), "shape"),
-    "mode": (lambda la: ComputeOptions(feature_mode="a"), "auto.*forward.*double_vjp"),
+    "mode": (lambda la: ComputeOptions(feature_mode="a"), "feature_mode.*auto.*'a'"),
+    "rows": (lambda la: ComputeOptions(row_mode="sideways"), "row_mode.*sideways"),
+    "dtype": (lambda la: ComputeOptions(basis_dtype=torch.int64), "basis_dtype.*int64"),
     "chunk": (lambda la: ComputeOptions(chunk_size=0), "chunk_size.*0"),
     "budget": (lambda la: ComputeOptions(memory_budget="many"), "memory_budget.*many"),
     "no budget": (lambda la: ComputeOptions(memory_budget=-1), "memory_budget.*-1"),
@@ -137,7 +130,6 @@ CALLS = {
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_arguments_of_methods(kind):
-    """Each is refused by name and value, and changes nothing."""
     la = fit(make("regression_3"))
     before = described(la)
     call, match = CALLS[kind]
@@ -162,9 +154,6 @@ def test_arguments_of_predictions(options, match):
     for ask in (la, la.predict):
         with pytest.raises(ValueError, match=f"(?s){match}"):
             ask(case.x_test, **options)
-
-
-# --- models ------------------------------------------------------------------------
 
 
 def test_nothing_to_be_uncertain_about():
@@ -214,9 +203,6 @@ def test_probabilities_for_logits(recwarn):
         la.fit(loader(torch.randn(6, 3), torch.randint(3, (6,))))
         told = [w for w in recwarn if w.category is SoftmaxWarning]
         assert [w.filename for w in told] == [__file__] * isinstance(end, nn.Softmax)
-
-
-# --- data --------------------------------------------------------------------------
 
 
 class Empty(Dataset):
@@ -309,7 +295,6 @@ def test_non_finite_gradients(mode):
 
 
 def test_ranks_below_the_request():
-    """Truncated, with a warning that has both numbers."""
     case = make("regression_1")
     la = build(case, subsample_size=4, n_eigenvalues=9)
     with pytest.warns(RankWarning, match=r"n_eigenvalues=9.*\b4\b"):
@@ -320,8 +305,6 @@ def test_ranks_below_the_request():
     with pytest.warns(RankWarning, match=r"n_eigenvalues=10.*\b3\b"):
         build(case, n_eigenvalues=10).fit(case.loader())
 
-
-# --- order of calls ----------------------------------------------------------------
 
 UNFITTED = [
     lambda la, x: la(x),
@@ -348,7 +331,6 @@ UNFITTED = [
 
 @flavours
 def test_before_fit(cls):
-    """Everything that needs a fit says so, in an error of both standard types."""
     la = cls(mlp(3, 4, 2), "classification")
     for call in UNFITTED:
         with pytest.raises(NotFittedError, match=rf"{cls.__name__} .*fit\(.*first"):

@@ -83,7 +83,6 @@ def check(linearizer, x, f, Js):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*CASES, *ARCHITECTURES])
 def test_every_way_on_every_case(name, way):
-    """Outputs, features, Jacobians and rows, in passes of every size."""
     case = make(name)
     if (name, way) in UNSUPPORTED:
         with pytest.raises(NotDifferentiableError, match="Options"):
@@ -137,13 +136,9 @@ def test_graphs(name, way):
     assert_close(gradient[1].sum(), numerical, rtol=1e-4, atol=1e-6)
 
 
-# --- largest outputs, residuals -----------------------------------------------------
-
-
 @pytest.mark.parametrize("way", ["forward", "reverse by vmap", "reverse by loop"])
 @pytest.mark.parametrize("top", [1, 2, 9])
 def test_largest_outputs(way, top):
-    """Features of the largest outputs alone are some of all features."""
     case = make("classification_cnn")
     linearizer = linearizer_of(case.model, case.x_test, **WAYS[way])
     V = directions(case.n_params)
@@ -185,8 +180,6 @@ def test_residuals(layout, budget, top):
     assert_close(found.phi, phi)
     assert_close(found.residual.sum(1), products)
 
-
-# --- inputs ---------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", ["x", "scale"])
 
@@ -260,14 +253,12 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_inputs(name):
-    """The error says what to do."""
     model, x, remedy = WRONG[name]
     with pytest.raises((TypeError, ValueError), match=f"(?s){remedy}"):
         linearizer_of(model, x)
 
 
 def test_one_example_without_the_batch():
-    """It is recognised by its shape."""
     net = mlp(3, 5, 4).double()
     with pytest.raises(ValueError, match=r"x\.unsqueeze\(0\)"):
         linearizer_of(net, torch.randn(6, 3).double()).outputs(torch.randn(3).double())
@@ -278,7 +269,6 @@ def test_one_example_without_the_batch():
 
 
 def test_no_examples():
-    """An empty batch has empty results of the right shapes."""
     case = make("classification_mlp")
     linearizer = linearizer_of(case.model, case.x)
     x, V = case.x[:0], directions(case.n_params)
@@ -287,9 +277,6 @@ def test_no_examples():
     assert linearizer.jacobian(x)[1].shape == (0, 3, case.n_params)
     none = torch.zeros(0, dtype=torch.long)
     assert not list(linearizer.row_parts(case.x, none, none))
-
-
-# --- the model as a function ----------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -352,9 +339,6 @@ def test_derivatives_in_float64_of_a_float32_model():
     assert ModelFunction(model.half(), names).dtype is torch.float32
 
 
-# --- decisions ------------------------------------------------------------------------
-
-
 def test_the_fastest_way_wins(monkeypatch):
     """By seconds per unit of work; a replacement only where the other fails."""
     now = 0.0
@@ -412,26 +396,7 @@ def test_mixed_precision_after_a_fit_without_it(way):
     assert_close(linearizer.features(x, V).phi, exact.phi)
 
 
-REFUSED = (
-    {"feature_mode": "sideways"},
-    {"row_mode": "sideways"},
-    {"chunk_size": 0},
-    {"memory_budget": "much"},
-    {"memory_budget": -1},
-    {"basis_dtype": torch.int64},
-)
-
-
-@pytest.mark.parametrize("option", REFUSED)
-def test_options_refuse_other_values(option):
-    """The error names the option and the value."""
-    ((name, value),) = option.items()
-    with pytest.raises(ValueError, match=rf"(?s){name}.*{value}"):
-        ComputeOptions(**option)
-
-
 def test_results_that_cannot_fit():
-    """A Jacobian larger than the budget is refused before it is computed."""
     model, x = mlp(10, 300, 1000), torch.randn(40, 10)
     linearizer = linearizer_of(model, x, memory_budget="100 MB")
     with pytest.raises(InsufficientMemoryError, match=r"48\.\d GB.*budget is 100"):
