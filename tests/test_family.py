@@ -29,11 +29,7 @@ flavours = pytest.mark.parametrize("cls", [ELLALaplace, ELLALLLaplace])
 pytestmark = pytest.mark.filterwarnings("ignore::laplace_ella.errors.RankWarning")
 
 
-# --- construction ------------------------------------------------------------------
-
-
 def test_laplace_builds_our_classes():
-    """Strings and enums, by place and by name; the last layer is the default."""
     model = mlp(3, 4, 2)
     for subset, cls in (("all", ELLALaplace), ("last_layer", ELLALLLaplace)):
         for name in (subset, SubsetOfWeights(subset)):
@@ -74,7 +70,6 @@ assert names == {"nystrom", "ella"}, names
 
 
 def test_import_changes_nothing_else():
-    """Importing adds its names; other members, random states and threads stay."""
     run = subprocess.run(
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False
     )
@@ -141,13 +136,9 @@ def test_changes_take_effect_at_once(cls, attribute):
     case.model.forward = forward
 
 
-# --- likelihood and evidence -------------------------------------------------------
-
-
 @flavours
 @both
 def test_log_likelihood_and_evidence(cls, name):
-    """Those of torch's distributions; the evidence sets what it is given."""
     case = make(name)
     la = fit(case, cls, prior_precision=0.7)
     f = case.model(case.x).detach()
@@ -164,8 +155,6 @@ def test_log_likelihood_and_evidence(cls, name):
     parts = la.log_likelihood - 0.5 * (la.log_det_ratio + la.scatter)
     assert_close(la.log_marginal_likelihood(), parts)
 
-
-# --- predictions -------------------------------------------------------------------
 
 PREDICTIONS = [
     {},
@@ -226,7 +215,6 @@ def test_nn_predictive():
 @both
 @pytest.mark.parametrize("pred_type", ["glm", "gp", "nn"])
 def test_samples(cls, name, pred_type):
-    """functional_samples and predictive_samples are (S, B, C), the latter linked."""
     case, g = make(name), torch.Generator()
     la = fit(case, cls)
     options = {"pred_type": pred_type, "n_samples": 9}
@@ -264,14 +252,10 @@ def test_generators(cls, draw):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# --- inputs, dtypes, graphs --------------------------------------------------------
-
-
 @flavours
 @pytest.mark.parametrize("keys", [("input_ids", "labels"), ("x", "target")])
 @both
 def test_mapping_inputs(cls, keys, name):
-    """Mapping batches, with the usual keys or others, give what tensors give."""
     case = make(name)
     expected = fit(case, cls)(case.x_test)
     case.model = DictModel(case.model, keys[0])
@@ -336,7 +320,6 @@ def test_backprop(cls, name, options):
 
 @pytest.mark.parametrize("mode", ["forward", "reverse", "double_vjp"])
 def test_backprop_of_samples_by_every_mode(mode):
-    """Functional samples are differentiable in the input (Thompson sampling)."""
     case, g = make("regression_1"), torch.Generator()
     la = fit(case, enable_backprop=True, compute=ComputeOptions(feature_mode=mode))
     x = case.x_test[:2].clone().requires_grad_()
@@ -344,9 +327,6 @@ def test_backprop_of_samples_by_every_mode(mode):
     assert torch.autograd.gradcheck(
         lambda x: la.functional_samples(x, generator=g.manual_seed(0), **how), (x,)
     )
-
-
-# --- reward modelling --------------------------------------------------------------
 
 
 def test_reward_modeling():
