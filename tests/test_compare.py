@@ -13,12 +13,13 @@ import pytest
 import torch
 from laplace import Laplace
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from laplace_ella import Method, available_methods, compare, metrics
 from laplace_ella.comparison import bootstrap, grid_search, methods, run
 from laplace_ella.tuning.temperature import temperature_scaling
 from tests.dense import centered_probit
+from tests.test_fit import OneByOne
 
 KNOWN = available_methods()
 pytestmark = [
@@ -93,9 +94,6 @@ def values():
 
 def settings_of(result, *names):
     return {name: result.settings[name] for name in names}
-
-
-# Rows are what their methods give by hand
 
 
 @pytest.mark.parametrize("likelihood", ["classes", "values"])
@@ -284,21 +282,11 @@ def test_seeds_are_reproducible_and_data_paired(classes):
     assert again.metrics == pytest.approx(report["ella"][1].metrics, rel=1e-5)
 
 
-class Stream(IterableDataset):
-    """Examples one after the other, without a length."""
-
-    def __init__(self, pairs):
-        self.pairs = pairs
-
-    def __iter__(self):
-        return iter(zip(*self.pairs, strict=True))
-
-
 def test_data_without_a_length_and_small_batches(classes, monkeypatch):
     names = ["map", "kron", "diag", "ella", "temperature"]
     expected = classes.compare(names)
     data = {"train": classes.train, "val": classes.val, "test": classes.test}
-    streams = {f"{k}_loader": DataLoader(Stream(v), 20) for k, v in data.items()}
+    streams = {f"{k}_loader": DataLoader(OneByOne(*v), 20) for k, v in data.items()}
     monkeypatch.setattr(methods, "FAST", 1)  # batches are split, too
     for row, want in zip(classes.compare(names, **streams), expected, strict=True):
         assert row.ok, row.status
@@ -318,9 +306,6 @@ def test_outputs_at_positions():
     known = y.flatten() != -100
     expected = metrics.nll(p[known], y.flatten()[known])
     assert report["map"][0].metrics["nll"] == pytest.approx(expected, rel=1e-5)
-
-
-# Failures are rows
 
 
 def test_layers_that_a_method_does_not_support_are_left_out(classes):
@@ -376,9 +361,6 @@ def test_warnings_of_a_row_are_its_note(classes):
     assert row.settings["at_border"]
     assert "is at the border of the grid" in row.note
     assert f"δ = {row.settings['prior_precision']:.3g}*" in str(report)
-
-
-# The cache
 
 
 @pytest.fixture
@@ -498,9 +480,6 @@ def test_files_that_cannot_be_read_or_written(cached, classes, tmp_path, monkeyp
         assert classes.compare(["map"], cache=tmp_path).results[0].ok
 
 
-# What is the user's, and mistakes
-
-
 def test_nothing_of_the_users_is_touched(classes, capsys):
     model = copy.deepcopy(classes.model).train()
     nn.functional.cross_entropy(model(classes.train[0]), classes.train[1]).backward()
@@ -566,9 +545,6 @@ def test_unknown_words(classes):
     for wrong in ({"tune": "bayes"}, {"kind": "magic"}):
         with pytest.raises(ValueError, match="must be one of"):
             Method("mine", **wrong)
-
-
-# Sizes, and the bootstrap
 
 
 def test_sizes_of_a_model_and_memory_of_a_method():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -11,6 +10,7 @@ from laplace_ella import ComputeOptions, ELLALaplace, ELLALLLaplace
 from laplace_ella.errors import InsufficientMemoryError
 from tests.cases import make, mlp
 from tests.fitting import assert_close, build, fit
+from tests.test_basis import Largest
 from tests.test_fit import OneByOne
 from tests.test_state import described
 
@@ -84,18 +84,6 @@ def test_predictions_at_another_number_of_positions(layout, likelihood):
         assert samples.shape == (3, *model(x).shape)
 
 
-class Largest(TorchDispatchMode):
-    """The number of entries of the largest tensor that any operator returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        leaves = (t for t in tree_leaves(result) if isinstance(t, torch.Tensor))
-        self.numel = max(self.numel, *(leaf.numel() for leaf in leaves), 0)
-        return result
-
-
 def test_regression_searches_take_variances():
     """300 outputs at 300 examples: no covariance (N, C, C) is formed."""
     N = C = 300
@@ -155,7 +143,7 @@ def test_a_fit_that_fails_at_the_last_step(cls, first):
 def test_streams_as_validation_data(name):
     """Data without a length serve as others do."""
     case, results = make(name), []
-    for data in (case.loader(5), DataLoader(OneByOne(case), 5)):
+    for data in (case.loader(5), DataLoader(OneByOne(case.x, case.y), 5)):
         la = fit(case)
         la.optimize_temperature(data)
         la.optimize_prior_precision(method="gridsearch", val_loader=data, grid_size=5)

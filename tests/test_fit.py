@@ -85,11 +85,11 @@ class Reversing(DataLoader):
 class OneByOne(IterableDataset):
     """Examples one after the other, without a length, or without an end."""
 
-    def __init__(self, case, endless=False):
-        self.case, self.endless = case, endless
+    def __init__(self, x, y, endless=False):
+        self.x, self.y, self.endless = x, y, endless
 
     def __iter__(self):
-        pairs = zip(self.case.x, self.case.y, strict=True)
+        pairs = zip(self.x, self.y, strict=True)
         return itertools.cycle(pairs) if self.endless else pairs
 
 
@@ -143,7 +143,7 @@ LOADERS = {
     "wrapper": lambda case: Wrapped(DataLoader(data(case), 4), [3, 1, 1, 7, 0, 9, 9]),
     "subclass": lambda case: Reversing(data(case), 4),
     "list": lambda case: [(case.x[:7], case.y[:7]), (case.x[2:4], case.y[2:4])],
-    "stream": lambda case: DataLoader(OneByOne(case), 5),
+    "stream": lambda case: DataLoader(OneByOne(case.x, case.y), 5),
     "collate": lambda case: DataLoader(data(case), 5, collate_fn=drops),
     "batches": lambda case: DataLoader(data(case), batch_sampler=[[0, 3], [4], [3, 5]]),
     "weighted": lambda case: DataLoader(data(case), 5, sampler=WEIGHTED),
@@ -153,7 +153,6 @@ LOADERS = {
 @both
 @pytest.mark.parametrize("kind", LOADERS)
 def test_what_the_loader_yields_is_what_is_fitted(kind, name):
-    """Exact fits, and fits with all pairs and directions, for every kind of loader."""
     case = problem(name)
     loader = LOADERS[kind](case)
     x = torch.cat([x for x, _ in seeded_iteration(loader)])
@@ -221,7 +220,7 @@ def test_max_data_ends_what_does_not_end(kind):
     endless = Drawn(None, lambda _: itertools.cycle(range(N)))
     loader = {
         "sampler": lambda: DataLoader(data(case), 5, sampler=endless),
-        "stream": lambda: DataLoader(OneByOne(case, endless=True), 5),
+        "stream": lambda: DataLoader(OneByOne(case.x, case.y, endless=True), 5),
         "list": lambda: [(case.x, case.y)] * 4,
     }[kind]()
     la = build(case, n_eigenvalues="exact", complement="prior")
@@ -445,7 +444,6 @@ def test_override_adds(name):
 
 
 def test_stochastic_curvature():
-    """The mean over sampled targets is the curvature."""
     case = problem(CLASSIFICATION)
     many = build(case, n_eigenvalues=4, stochastic=3000)
     many.fit(case.loader())

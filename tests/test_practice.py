@@ -7,25 +7,16 @@ import pytest
 import torch
 from laplace import Laplace
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import laplace_ella
 from laplace_ella import ELLALaplace, ELLALLLaplace
 from laplace_ella.errors import LinkWarning
 from tests.cases import DictModel, make, mapping_loader, mlp
 from tests.fitting import assert_close, build, fit
+from tests.test_fit import OneByOne
 
 REGRESSION, CLASSIFICATION = "regression_3", "classification_mlp"
-
-
-# --- loaders -----------------------------------------------------------------------
-
-
-class Stream(IterableDataset):
-    """Inputs and targets without a length."""
-
-    def __iter__(self):
-        yield from zip(make(REGRESSION).x, make(REGRESSION).y, strict=True)
 
 
 @pytest.mark.parametrize("name", [REGRESSION, CLASSIFICATION])
@@ -45,14 +36,13 @@ def test_predict(name, capsys):
     ]
     for loader in loaders:
         assert_close(la.predict(loader), expected)
-    for loader in (loaders[0], DataLoader(Stream())):
+    for loader in (loaders[0], DataLoader(OneByOne(case.x, case.y))):
         la.predict(loader, progress_bar=True)
     assert "[Predicting]" in capsys.readouterr().err
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_predict_mappings_and_options():
-    """Mappings with labels or without, and the arguments of a call."""
     case = make(CLASSIFICATION)
     case.model = DictModel(case.model)
     data, batch = mapping_loader(case.x, case.y), {"input_ids": case.x}
@@ -88,9 +78,6 @@ def test_predict_refuses():
         la.predict([])
     with pytest.raises(ValueError, match=r"\(inputs, targets\).*length 3"):
         la.predict([(x, x, x)])
-
-
-# --- regression --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("noise", [0.4, torch.tensor([0.1, 0.5, 2.0])])
@@ -148,8 +135,6 @@ def test_moments(name):
     covariance = la.predictive_moments(case.x_test)[1]
     assert_close(variances, covariance.diagonal(dim1=1, dim2=2))
 
-
-# --- the link ----------------------------------------------------------------------
 
 SEARCHES = {
     "calibration": lambda la, val, **o: la.optimize_calibration(val, **o),
@@ -215,9 +200,6 @@ def test_one_default_number_of_samples():
     names = [inspect.signature(f).parameters for f in functions if callable(f)]
     defaults = {p["n_samples"].default for p in names if "n_samples" in p}
     assert defaults - {inspect.Parameter.empty} == {100}
-
-
-# --- names -------------------------------------------------------------------------
 
 
 def test_predictions_refuse_arguments_that_they_would_ignore():
