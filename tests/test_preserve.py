@@ -170,7 +170,6 @@ def test_calls(cls, call, breaks_after):
 @pytest.mark.parametrize("breaks_after", [None, 3, 6])
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(mode, breaks_after):
-    """Nor does any way of differentiating leave traces."""
     case = make_case(plain=mode in ("forward", "backpack", "asdl"))
     la = build(case, compute=ComputeOptions(**MODES[mode]))
     before = snapshot(case.model)
@@ -202,7 +201,6 @@ def test_state_outside():
 
 @pytest.mark.parametrize("how", ["script", "trace"])
 def test_scripted_submodules(how):
-    """They work, and their buffers are as before."""
     part = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
     x, y = torch.randn(9, 3), torch.randint(2, (9,))
     scripted = torch.jit.script(part) if how == "script" else torch.jit.trace(part, x)
