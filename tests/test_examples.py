@@ -42,7 +42,6 @@ def _published_results_stay():
 
 
 def test_sizes_and_public_names():
-    """Scripts are short and import public names only; files are loaded safely."""
     lines = {p: len(p.read_text().splitlines()) for p in EXAMPLES.rglob("*.py")}
     assert sum(lines.values()) <= 6000
     assert max(lines.values()) <= 500
@@ -59,9 +58,6 @@ def test_sizes_and_public_names():
                 ("torch.load", "load_state_dict_from_url")
             ):
                 assert "weights_only=True" in ast.unparse(node), path
-
-
-# --- short scripts --------------------------------------------------------------------
 
 
 def run_short(name):
@@ -150,9 +146,6 @@ def test_demo(tmp_path):
     for name in ("MAP", "KFAC", "last layer", "ours, exact", "ours, K = 20"):
         assert f"| {name}" in text
     assert {"gap.png", "cost.png"} <= {path.name for path in tmp_path.iterdir()}
-
-
-# --- studies --------------------------------------------------------------------------
 
 
 @pytest.fixture
