@@ -470,6 +470,11 @@ def test_what_cannot_leave_out_says_so(blobs, monkeypatch):
     with pytest.raises(ValueError, match="takes the features"):
         fit(make("regression_1"), n_eigenvalues=2).leave_one_out()
     model, x, y, *_ = blobs
+    two = ELLALaplace(model, "classification", n_eigenvalues=5)
+    monkeypatch.setattr("laplace_ella.fitting.fit.KEPT_BYTES", 4000)  # 3600 each
+    for part, kept in (slice(30), True), (slice(30, 60), False):
+        two.fit([(x[part], y[part])], override=False)
+        assert (two.fitted.training is not None) is kept
     empty = ELLALaplace(model, "classification", n_eigenvalues="exact")
     empty.fit_basis(DataLoader(TensorDataset(x, y), 20))
     with pytest.raises(ValueError, match=r"takes data: call fit\(train_loader\)"):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from laplace_ella import ComputeOptions, ELLALaplace, ELLALLLaplace
 from laplace_ella.errors import NotDifferentiableError
@@ -346,10 +346,10 @@ def test_every_pass_draws_the_same():
 
     data = TensorDataset(torch.arange(12.0))
     own = torch.Generator().manual_seed(3)
-    for generator in (None, own):
-        loader = DataLoader(
-            data, 3, shuffle=True, collate_fn=augmented, generator=generator
-        )
+    nested = BatchSampler(RandomSampler(data, generator=own), 3, False)
+    shuffled = {"batch_size": 3, "shuffle": True}
+    for how in (shuffled, {**shuffled, "generator": own}, {"batch_sampler": nested}):
+        loader = DataLoader(data, collate_fn=augmented, **how)
         state = torch.get_rng_state(), own.get_state(), random.getstate()
         first, second = [list(seeded_iteration(loader)) for _ in range(2)]
         for a, b in zip(first, second, strict=True):

@@ -83,7 +83,7 @@ def add_up(
     kept = [] if done.rows is None else [done.rows]
     if rows is None:
         seen = done.sums.n_data - start.sums.n_data
-        parts = _keeping(plan, _from_loader(plan, start, done), kept)
+        parts = _keeping(plan, _from_loader(plan, start, done), kept, start.training)
     else:
         seen, parts = 0, _from_rows(plan, start, rows)
 
@@ -153,11 +153,16 @@ def add_up(
 
 
 def _keeping(
-    plan: FitPlan, parts: Iterable[Part], kept: list[TrainingRows]
+    plan: FitPlan,
+    parts: Iterable[Part],
+    kept: list[TrainingRows],
+    before: TrainingRows | None,
 ) -> Iterator[Part]:
     """Yield the parts of a classifier's data, whose features are added to what is kept
-    until they take too much memory."""
+    until they take too much memory, with those of all processes and from `before`."""
     room = min(KEPT_BYTES, int(KEPT_SHARE * plan.budget))
+    room -= 0 if before is None else before.phi.nbytes
+    room //= 1 if plan.processes is None else plan.processes.size
     room -= sum(rows.phi.nbytes for rows in kept)
     keeps = not plan.observation.family.is_regression
     for part in parts:

@@ -181,7 +181,8 @@ def _random_sources(loader: Any) -> list[_Source]:
     owners = [loader]
     for owner in islice(owners, 8):  # grows: samplers and data sets may be nested
         own = getattr(owner, "__dict__", {})
-        owners += [own.get(name) for name in ("dataset", "batch_sampler", "sampler")]
+        within = map(own.get, ("dataset", "batch_sampler", "sampler"))
+        owners += [owner for owner in within if owner is not None]
         for value in own.values():
             if isinstance(value, torch.Generator):
                 sources.append((value.get_state, value.set_state))
