@@ -195,6 +195,7 @@ class TunableLaplace(PriorTuning):
                 f"ranks must be some of 1..{self.rank}, got {list(candidates)}; fit "
                 "with a larger n_eigenvalues for larger ones."
             )
+        candidates = [k for k in every if k in candidates]  # 2 for 2.0
         judged = val_loader, loss, link_approx, n_samples, progress_bar
 
         def search(validator: Validator) -> tuple[int, list[float]]:

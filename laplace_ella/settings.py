@@ -97,7 +97,8 @@ def vector(name: str, value: Any, *lengths: int) -> torch.Tensor:
 def checked_complement(value: Any) -> Complement | float | None:
     """Return one of the names, or a positive number; None leaves it to the fit."""
     if value is None or isinstance(value, str):
-        return None if value is None else member(Complement, "complement", value)
+        name = "complement, if it is no positive number,"
+        return None if value is None else member(Complement, name, value)
     return number("complement", value)
 
 

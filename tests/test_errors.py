@@ -43,6 +43,7 @@ ARGUMENTS = [
     ({"top_outputs": 0}, "top_outputs.*positive integer or None.*0"),
     ({"complement": "sideways"}, "complement.*drop.*prior.*sideways"),
     ({"complement": -2.0}, "complement must be positive.*-2"),
+    ({"complement": "all"}, "complement, if it is no positive number, .*'all'"),
     ({"evidence": "all"}, "evidence.*whole.*basis.*all"),
     ({"output_layout": "last"}, "output_layout.*channels_last.*last"),
     ({"compute": {"chunk_size": 3}}, r"compute must be a ComputeOptions\(.*dict"),

@@ -448,7 +448,7 @@ def test_validation_loss_of_every_rank(name, complement, link):
         single = at_rank(case, k, complement=complement)
         expected[k] = nll(single(x, **options), y, single.sigma_noise)
     best = min(expected, key=expected.get)
-    for ranks in (None, [4, 1, 3], (6,)):
+    for ranks in (None, [4, 1, 3], (6.0,)):
         la = at_rank(case, K, complement=complement)
         cache = la.cache_features(loader)
         data = loader if ranks is None else cache
