@@ -58,6 +58,11 @@ class ELLALLLaplace(ELLALaplace):
         asdl_fisher_kwargs: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
+        if "parameter_names" in settings:
+            raise TypeError(
+                f"{type(self).__name__} has no argument 'parameter_names'. Name the "
+                "layer by last_layer_name, or use ELLALaplace."
+            )
         super().__init__(
             model,
             likelihood,

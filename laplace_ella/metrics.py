@@ -144,7 +144,8 @@ def ood_auroc(score_in: torch.Tensor, score_ood: torch.Tensor) -> float:
     """
     _check_values(score_in=score_in)
     _check_values(score_ood=score_ood)
-    inside, ood = score_in.double().sort().values, score_ood.double()
+    inside = score_in.double().sort().values
+    ood = score_ood.double().to(inside)
     below, up_to = (torch.searchsorted(inside, ood, right=r) for r in (False, True))
     return float((below + up_to).double().mean() / (2 * len(inside)))  # ties: one half
 
