@@ -189,6 +189,7 @@ def test_cifar10(run):
 
 def test_few_data(run):
     assert "in geometric mean" in run("few_data")["README.md"]
+    assert "| exact, all data |" in run("many_data")["README.md"]
 
 
 def test_uci(run):
