@@ -26,7 +26,6 @@ from laplace_ella.posterior.fit import CurvatureSum, Fit, TrainingRows
 from laplace_ella.posterior.span import Sketch, Span
 from laplace_ella.support.batches import OutputLayout, batch_size, take, tensors_of
 from laplace_ella.support.identity import digest, model_identity, same_model
-from laplace_ella.support.preserve import autocast_enabled
 
 #: Seconds between two saves; more where a save takes long.
 SAVE_EVERY = 60.0
@@ -242,7 +241,6 @@ def open_checkpoint(
         "number of examples": data.n_examples,
         "dtype": fn.dtype,
         "device": device.type,
-        "autocast": autocast_enabled(device),
         **settings,
         "the first batch": [*tensors_of(x), y],
         "the validation data": tensors_of(validation),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from laplace_ella.derivatives.backends import Curvature
 from laplace_ella.derivatives.trials import decide, linearize
 from laplace_ella.errors import (
     InsufficientMemoryError,
@@ -41,11 +40,11 @@ from laplace_ella.support.batches import (
     take,
 )
 from laplace_ella.support.checks import check_finite, positive_int
-from laplace_ella.support.identity import digest
 from laplace_ella.support.memory import MemoryEstimate, budget_of, human_bytes
 from laplace_ella.support.preserve import autocast_enabled
 
 if TYPE_CHECKING:
+    from laplace_ella.derivatives.backends import Curvature
     from laplace_ella.derivatives.linearizer import Linearizer
     from laplace_ella.derivatives.model_function import ModelFunction
     from laplace_ella.derivatives.modes import ComputeOptions
@@ -126,8 +125,9 @@ class FitPlan:
         return {
             **{name: getattr(self, name) for name in (*names, "complement")},
             "basis_dtype": self.options.basis_dtype,
+            "autocast": autocast_enabled(self.fn.device),
             "the number of noises": self.observation.sigma_noise.numel(),
-            "the uncertain parameters": digest(list(self.fn.names)),
+            "the uncertain parameters": ", ".join(self.fn.names),
         }
 
     def agreed(self) -> FitPlan:
@@ -156,12 +156,12 @@ class FitPlan:
     def has_curvature_rows(self) -> bool:
         """Whether gradients of pairs are the rows of the curvature's root."""
         regression = self.observation.family.is_regression
-        return regression and self.curvature is Curvature.GGN
+        return regression and self.curvature == "ggn"
 
     @property
     def is_sampled(self) -> bool:
         """Whether few gradients per example make the curvature, not features."""
-        return bool(self.stochastic) or self.curvature is Curvature.EMPIRICAL_FISHER
+        return bool(self.stochastic) or self.curvature == "empirical_fisher"
 
     @property
     def keeps_span(self) -> bool:
