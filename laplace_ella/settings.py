@@ -81,7 +81,7 @@ def number(name: str, value: Any) -> float:
 def vector(name: str, value: Any, *lengths: int) -> torch.Tensor:
     """Return a number, an array or a tensor as a tensor, of one of the lengths."""
     if not isinstance(value, (int, float, np.generic, np.ndarray, torch.Tensor)):
-        raise TypeError(f"{name} must be a number or a tensor, got {value!r}.")
+        raise ValueError(f"{name} must be a number or a tensor, got {value!r}.")
     if not isinstance(value, torch.Tensor):
         value = torch.as_tensor(value, dtype=torch.float64)
     n = value.numel()

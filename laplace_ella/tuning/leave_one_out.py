@@ -277,7 +277,8 @@ def mackay(model: LinearModel, mode: Mode) -> Mode:
         inverse = torch.cholesky_inverse(mode.root)
         freedom = len(inverse) - mode.precision * float(inverse.trace())
         square = float((mode.z + model.shift).square().sum())
-        if not (freedom > 0 and square > 0):
+        # Random labels determine no parameter, and δ would grow without end.
+        if not (freedom > 1e-6 and square > 0):
             return mode
         off = math.log(freedom / square) - log_delta
         if abs(off) < 0.02:
