@@ -4,6 +4,7 @@ knows what is the same, and nothing of the user's is touched."""
 from __future__ import annotations
 
 import copy
+import json
 import math
 import random
 import sys
@@ -459,6 +460,21 @@ def test_what_differs_is_computed_again(cached, classes, monkeypatch):
     for slope, expected in ((1.0, ["map"]), (1.0, []), (2.0, ["map"])):
         monkeypatch.setattr(sys.modules[__name__], "SLOPE", slope)
         assert cached(model=model, methods=["map"])[0] == expected
+
+
+def test_two_at_once_lose_nothing(classes, tmp_path, monkeypatch):
+    """A second comparison with the same cache comes in between the first one's rows."""
+    original, others = run.fit_method, [["map", "last-layer-diag"]]
+
+    def interrupted(task, method, seed):
+        if others:
+            assert all(r.ok for r in classes.compare(others.pop(), cache=tmp_path))
+        return original(task, method, seed)
+
+    monkeypatch.setattr(run, "fit_method", interrupted)
+    assert all(r.ok for r in classes.compare(["map", "diag"], cache=tmp_path))
+    methods = [json.loads(path.read_text())["method"] for path in tmp_path.iterdir()]
+    assert sorted(methods) == ["diag", "last-layer-diag", "map"]
 
 
 def test_files_that_cannot_be_read_or_written(cached, classes, tmp_path, monkeypatch):
